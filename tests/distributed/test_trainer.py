@@ -182,7 +182,12 @@ def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
             "CheckpointManager.save",
         ]
         assert found[name] == step * 2
-    assert min(found["seconds"]) > 0.05  # clipping counts as the optimizer's time
+    early = found["in backward"]  # changes the state in backward
+    wait = "CheckpointManager.maybe_wait_for_staging"
+    assert early.index(wait) < early.index("ByteLlama.forward")
+    assert set(found["seconds"]["in backward"]) == {None}
+    # Clipping counts as the optimizer's time.
+    assert min(found["seconds"]["a TrainSpec's"]) > 0.05
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])

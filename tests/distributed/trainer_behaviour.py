@@ -118,12 +118,17 @@ def order_of_calls(folder: Path, shared: list[str]) -> Any:
     for name, settings in {
         "fused": (),
         "foreach": ("--optimizer.implementation", "foreach"),
+        "in backward": ("--optimizer.early_step_in_backward", "--training.max_norm", "inf"),
         "a TrainSpec's": torch_adamw,
     }.items():
         own = folder / name
         with trainer_of(own, shared, "--training.steps", "2", *settings) as trainer:
             found[name] = spied(trainer)
-    return found | {"seconds": [line["time_metrics/optimizer(s)"] for line in lines(own)]}
+    seconds = {
+        name: [line.get("time_metrics/optimizer(s)") for line in lines(folder / name)]
+        for name in ("in backward", "a TrainSpec's")
+    }
+    return found | {"seconds": seconds}
 
 
 def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()) -> None:

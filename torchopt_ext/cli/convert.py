@@ -136,7 +136,7 @@ def main(args: list[str]) -> int:
         print(f"took {len({*weights.beside}):,} weights such as {weights.beside[0]}")
     if options.state_dtype == "int8" and options.fp32_moments is None:
         print("8-bit moments of embeddings, too, if there are any: see --fp32-moments")
-    if held and not exact and options.to_torch:
+    if held and not exact and options.master_weights == "none":
         print(f"without the low bits of {len(held):,} weights, which --save-weights writes")
     if exact:
         print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")

@@ -217,9 +217,7 @@ def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> No
             names = [file.name for file in path.iterdir()]
             others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
             if not checkpoint or others:
-                found = (
-                    f"has {min(others)}, no part of a checkpoint" if checkpoint else "is a folder"
-                )
+                found = f"also has {min(others)}" if checkpoint else "is a folder"
                 raise CommandError(f"{path} {found}: not replaced")
         folder = target_of(path).parent
         if not path.exists() and not folder.is_dir():
@@ -257,7 +255,7 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
             if stream is not None:
                 with new.open("rb") as source, open(stream, "wb", closefd=stream != 1) as sink:
                     shutil.copyfileobj(source, sink)
-            elif target.is_dir():
+            elif target.exists() and (target.is_dir() or new.is_dir()):
                 replaced = Path(beside, ".replaced")  # removed with the temporary folder
                 try:
                     target.rename(replaced)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchopt_ext.trainer.checkpoint_files import steps
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.load_config import load_config
@@ -31,7 +32,7 @@ def main(args: list[str]) -> int:
         job_config = load_config(args)
         check_supported(job_config)
         _check_seed_checkpoint(job_config, world_size)
-        _check_load_step(job_config)
+        _check_load_paths(job_config)
         return _train(job_config) or 0
     except ConfigError as error:
         print(f"torchopt_ext train: {error}", file=sys.stderr)
@@ -52,18 +53,26 @@ def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(
             "checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint, which is false"
         )
+    for name, given in (
+        ("checkpoint.load_only", checkpoint.load_only),
+        ("fault_tolerance.enable", job_config.fault_tolerance.enable),
+    ):
+        if given:
+            raise ConfigError(f"checkpoint.create_seed_checkpoint writes nothing with {name}")
 
 
-def _check_load_step(job_config: JobConfig) -> None:
-    """Rejects a job without the checkpoint of its load_step, before anything is built."""
+def _check_load_paths(job_config: JobConfig) -> None:
+    """Rejects a job without the checkpoint that it should load, before anything is built."""
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable_checkpoint or checkpoint.load_step == -1:
+    if not checkpoint.enable_checkpoint:
         return
-    folder = Path(job_config.job.dump_folder, checkpoint.folder, f"step-{checkpoint.load_step}")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"checkpoint.load_step is {checkpoint.load_step}, but there is no {folder}"
-        )
+    folder = Path(job_config.job.dump_folder, checkpoint.folder)
+    step, path = checkpoint.load_step, checkpoint.initial_load_path
+    if step != -1:
+        if not (wanted := folder / f"step-{step}").is_dir():
+            raise ConfigError(f"checkpoint.load_step is {step}, but there is no {wanted}")
+    elif path and not steps(folder) and not Path(path).is_dir():
+        raise ConfigError(f"checkpoint.initial_load_path is {path}, which is not a folder")
 
 
 @record

@@ -139,7 +139,7 @@ class CheckpointManager:
             TypeError, ValueError: The state cannot be saved and loaded again. All ranks raise. The
                 message names the entry.
         """
-        if not self._is_due(curr_step, force):
+        if not self.is_due(curr_step, force):
             return
         begin = time.monotonic()
         self._finish_pending(raises=True)
@@ -157,7 +157,8 @@ class CheckpointManager:
                     checkpoint = self.folder / f"step-{curr_step}"
                     export_safetensors(checkpoint, f"{checkpoint}.safetensors", self._export_dtype)
 
-    def _is_due(self, step: int, force: bool) -> bool:
+    def is_due(self, step: int, force: bool = False) -> bool:
+        """Returns whether :meth:`save` would save this step."""
         if not self._enabled or self._config.load_only:
             return False
         if self._manager is not None and self._manager.participating_rank() != 0:
@@ -298,7 +299,8 @@ class CheckpointManager:
     def maybe_wait_for_staging(self) -> None:
         """Makes the stream wait for the copy to host memory. Call it before the state changes.
 
-        Only "async_with_pinned_mem" copies during training.
+        Only "async_with_pinned_mem" copies during training. The state changes in the optimizers'
+        step, which may be in backward, and, if buffers are saved, in forward.
         """
         if self._enabled and self._staged is not None:
             self._staged.wait()

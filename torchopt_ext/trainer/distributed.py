@@ -158,18 +158,24 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def set_pg_timeouts(timeout: timedelta, world_mesh: DeviceMesh) -> None:
-    """Sets the timeout of the default process group and the mesh's groups. All ranks call it.
+def set_pg_timeouts(
+    timeout: timedelta, world_mesh: DeviceMesh, more: Iterable[DeviceMesh] = ()
+) -> None:
+    """Sets the timeout of the default process group and the meshes' groups. All ranks call it.
 
     Waits for all ranks first. Otherwise the others could exceed the new timeout while they wait
     for a rank that is late within the old timeout.
+
+    Args:
+        more: meshes of several of `world_mesh`'s dimensions, which have groups of their own.
     """
     if world_mesh.device_type == "cuda":
         dist.barrier(device_ids=[torch.cuda.current_device()])
         torch.cuda.synchronize()
     else:
         dist.barrier()
-    for group in (None, *world_mesh.get_all_groups()):
+    groups = [group for mesh in (world_mesh, *more) for group in mesh.get_all_groups()]
+    for group in (None, *dict.fromkeys(groups)):
         _torch.set_group_timeout(timeout, group)
 
 

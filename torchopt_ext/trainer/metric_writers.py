@@ -105,7 +105,7 @@ def describe(metrics: dict[str, float]) -> dict[str, str]:
 class JsonLines:
     """Appends one JSON object per step to a file. Values that are not finite become null.
 
-    A resumed job also appends. If a step has two lines, the later line counts.
+    A resumed job also appends. Of two lines of a step with the same keys, the later line counts.
 
     Args:
         path: path of the file. An incomplete last line of a killed job is cut off.

@@ -115,6 +115,11 @@ class ParallelDims:
             raise ValueError(f"the mesh has no {name!r}, expected one of {list(self._meshes)}")
         return self._meshes[name]
 
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes of :meth:`get_mesh`."""
+        return list(self._meshes.values())
+
     def fsdp_mesh(self, world_mesh: DeviceMesh) -> DeviceMesh:
         """Returns fully_shard's mesh: [dp_shard_cp], or for HSDP [dp_replicate, dp_shard_cp]."""
         if not self.dp_replicate_enabled:

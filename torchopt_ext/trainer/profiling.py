@@ -51,6 +51,8 @@ def maybe_enable_profiling(
     rank, on_gpu = dist.get_rank(), choose_device(job_config).type == "cuda"
 
     def write(profiler: profile) -> None:
+        if profiler.step_num % config.profile_freq:
+            return  # torch also calls when training ends while a cycle records
         path = folder / f"iteration_{profiler.step_num}" / f"rank{rank}_trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))

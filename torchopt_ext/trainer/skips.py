@@ -36,6 +36,13 @@ class SkippedSteps:
         while self._coming and self._coming[0][1].query():
             self.count(int(self._coming.popleft()[0]))
 
+    def wait(self) -> None:
+        """Counts all steps, waiting for the device."""
+        while self._coming:
+            total, end = self._coming.popleft()
+            end.synchronize()
+            self.count(int(total))
+
     def count(self, total: int) -> None:
         """Records the total after a step, as a number on the host."""
         self.consecutive = self.consecutive + 1 if total > self.total else 0

@@ -43,6 +43,7 @@ _UNSUPPORTED = {
 
 _AT_LEAST = {
     "training.batch_size": 1,
+    "training.global_batch_size": -1,
     "training.seq_len": 1,
     "training.steps": 0,
     "training.epochs": 0,
@@ -60,6 +61,7 @@ _AT_LEAST = {
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
+    "validation.steps": -1,
 }
 
 _Range = tuple[Callable[[float], bool], str]

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+from torchopt_ext.containers import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+)
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
@@ -107,10 +111,12 @@ class Trainer(Stateful):
         if job_config.job.save_config_file and dist.get_rank() == 0:
             file = Path(job_config.job.dump_folder, job_config.job.save_config_file)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(job_config.to_dict(), indent=2) + "\n")
+            text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
+            file.write_text(f"{text}\n")
         self.ft_manager = ft.init_ft_manager(job_config)
         self.parallel_dims = dims = _parallel_dims(job_config)
         self.world_mesh = dims.build_mesh(self.device.type)
+        self._set_timeouts(job_config.comm.init_timeout_seconds)  # new groups have torch's
         dp_degree, dp_rank = 1, 0
         if dims.dp_enabled:
             mesh = dims.get_mesh("dp")
@@ -226,6 +232,8 @@ class Trainer(Stateful):
         self.metrics_processor.optimizers = self.optimizers
         self.metrics_processor.lr_schedulers = self.lr_schedulers
         self._clips_in_step = clips_in_step(self.optimizers)
+        self._steps_in_backward = isinstance(self.optimizers, OptimizersInBackwardContainer)
+        self._forward_writes = any(map(_saves_buffers, self.model_parts))
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
         self._clip_time = OptimizerTime(self.device)  # if it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
@@ -283,6 +291,8 @@ class Trainer(Stateful):
             labels: int64 [batch, seq_len].
         """
         self.optimizers.zero_grad()
+        if self._steps_in_backward or self._forward_writes:
+            self.checkpointer.maybe_wait_for_staging()
         loss = self._forward_backward(input_dict, labels)
         self.ft_manager.average_gradients(self.model_parts)
         grad_norm = None
@@ -376,12 +386,14 @@ class Trainer(Stateful):
         mean, largest = self._mean_and_max(loss)
         if grad_norm is None:
             grad_norm = self.optimizers.control.grad_norm
+        seconds = self._clip_time.mean() + self._optimizer_time.mean()
         more = {
             "grad_norm": grad_norm.item(),
             "lr": self._step_lr,
             "skipped_steps": float(self._skips.total),
-            "time_metrics/optimizer(s)": self._clip_time.mean() + self._optimizer_time.mean(),
         }
+        if not self._steps_in_backward:
+            more["time_metrics/optimizer(s)"] = seconds
         self.metrics_processor.log(self.step, mean, largest, more)
 
     # ---- the loop -------------------------------------------------------------------------------
@@ -426,6 +438,8 @@ class Trainer(Stateful):
                 self._stop_if_stuck()
                 if self._validation_is_due():
                     self._validate()
+                if self.checkpointer.is_due(self.step):
+                    self._skips.wait()
                 skipping = self._skips.consecutive > 0
                 self.checkpointer.save(self.step, force=self.step == steps, skipping=skipping)
                 for profiler in (torch_profiler, memory_profiler):
@@ -433,9 +447,7 @@ class Trainer(Stateful):
                         profiler.step()
                 if warming_up:
                     warming_up = False
-                    distributed.set_pg_timeouts(
-                        timedelta(seconds=job_config.comm.train_timeout_seconds), self.world_mesh
-                    )
+                    self._set_timeouts(job_config.comm.train_timeout_seconds)
             if self.stopped_by:
                 logger.warning(
                     "Training stops after step %d of %d: %s",
@@ -449,6 +461,10 @@ class Trainer(Stateful):
                 self.checkpointer.save(self.step, force=True, ended=ended)
         self.metrics_processor.close()
         logger.info("Training completed")
+
+    def _set_timeouts(self, seconds: int) -> None:
+        meshes = self.parallel_dims.meshes
+        distributed.set_pg_timeouts(timedelta(seconds=seconds), self.world_mesh, meshes)
 
     def _validation_is_due(self) -> bool:
         return self.validator is not None and self.validator.should_validate(self.step)
@@ -487,6 +503,12 @@ class Trainer(Stateful):
 
 def _nan_unless_finite(loss: Tensor, grad: Tensor) -> Tensor:
     return torch.where(loss.isfinite(), grad, math.nan)
+
+
+def _saves_buffers(part: nn.Module) -> bool:
+    """Returns whether a part's state dict has buffers, such as BatchNorm's statistics."""
+    saved = part.state_dict()
+    return any(name in saved for name, _ in part.named_buffers())
 
 
 def _parallel_dims(job_config: JobConfig) -> ParallelDims:

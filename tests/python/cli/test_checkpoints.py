@@ -222,8 +222,9 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
     args = ["--to-torch", "--save-weights", tmp_path / "fp32.pt"]
     shown = run("convert", tmp_path / "ours.pt", tmp_path / "torch.pt", *args)
     assert "4 weights, float32" in shown and "low bits" not in shown
-    shown = run("convert", tmp_path / "ours.pt", tmp_path / "alone.pt", "--to-torch")
-    assert "without the low bits of 4 weights, which --save-weights writes" in shown
+    for name, option in (("alone.pt", ["--to-torch"]), ("none.pt", ["--master-weights", "none"])):
+        shown = run("convert", tmp_path / "ours.pt", tmp_path / name, *option)
+        assert "without the low bits of 4 weights, which --save-weights writes" in shown
     states = loaded(tmp_path / "torch.pt")
     assert {tuple(entry) for entry in states["state"].values()} == {
         ("step", "exp_avg", "exp_avg_sq")
@@ -406,8 +407,13 @@ def test_convert_replaces_only_when_told_to_and_whole(
         run(*command, "--force", "--master-weights", "none")
         assert json.loads(run("inspect", output, "--json"))["sha256"] != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b", "b.pt"]
+    for output, format_ in ((tmp_path / "b", "torch"), (tmp_path / "b.pt", "dcp")):
+        run("convert", tmp_path / "a.pt", output, "--format", format_, "--force")
+        assert output.is_dir() == (format_ == "dcp")
+    (tmp_path / "b").unlink()
+    (tmp_path / "b.pt").rename(tmp_path / "b")
     (tmp_path / "b" / "notes").write_text("mine")
-    assert "has notes, no part of a checkpoint: not replaced" in fails(*command, "--force")
+    assert "also has notes: not replaced" in fails(*command, "--force")
     assert (tmp_path / "b" / "notes").read_text() == "mine"
     missing = tmp_path / "gone" / "c.pt"
     assert "there is no folder" in fails("convert", tmp_path / "a.pt", missing)

@@ -64,6 +64,14 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert "no command trian: did you mean train?" in capsys.readouterr().err
 
 
+def test_a_missing_package_is_named(
+    trainer: Spy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train"]) == 2
+    assert "needs tyro" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("stopped_by", "code"), [(None, 0), ("data", 0), ("SIGTERM", 143)])
 def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
     trainer.stopped_by = stopped_by
@@ -103,6 +111,20 @@ def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
             ["--checkpoint.create_seed_checkpoint", "--checkpoint.enable"],
             "2",
             "needs one process: WORLD_SIZE is 2",
+        ),
+        *(
+            (["--checkpoint.create_seed_checkpoint", "--checkpoint.enable", *more], "1", message)
+            for more, message in (
+                (["--checkpoint.load_only"], "writes nothing with checkpoint.load_only"),
+                (["--fault_tolerance.enable"], "writes nothing with fault_tolerance.enable"),
+            )
+        ),
+        (["--training.global_batch_size=-2"], "1", "training.global_batch_size is -2"),
+        (["--validation.steps=-2"], "1", "validation.steps is -2, expected -1 or more"),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_path=/no/step-7"],
+            "1",
+            "checkpoint.initial_load_path is /no/step-7, which is not a folder",
         ),
         (["--training.step", "3"], "1", "did you mean training.steps?"),
         (["--comm.mode", "local_tensor"], "1", "comm.mode is 'local_tensor'"),

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import _torch
 from torchopt_ext.trainer import distributed, stop
@@ -61,6 +62,23 @@ def test_all_groups_get_the_timeout(alone: ParallelDims, monkeypatch: pytest.Mon
     monkeypatch.setattr(_torch, "set_group_timeout", lambda *call: seen.append(call))
     distributed.set_pg_timeouts(timedelta(seconds=7), mesh)
     assert seen == [(timedelta(seconds=7), group) for group in (None, mesh.get_group())]
+
+
+def test_groups_of_several_dimensions_get_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        dims = ParallelDims(2, 2, 1, 2, 1, world_size=8, enable_loss_parallel=True)
+        mesh = dims.build_mesh("cpu")
+        seen = []
+        monkeypatch.setattr(_torch, "set_group_timeout", lambda *call: seen.append(call))
+        distributed.set_pg_timeouts(timedelta(seconds=7), mesh, dims.meshes)
+        names = ("dp", "dp_shard_cp", "dp_cp", "tp", "dp_replicate")
+        groups = {dims.get_mesh(name).get_group() for name in names}
+        groups.update(dims.fsdp_mesh(mesh).get_all_groups())
+        assert groups < {group for _, group in seen}
+        assert len(seen) == len(set(seen))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
