@@ -33,6 +33,11 @@ def test_optimizers_reduce_in_the_order_in_which_they_were_built(results: Result
     assert found["early"] == [True, False]
 
 
+@pytest.mark.parametrize("change", ["group", "two steps"])
+def test_gradients_of_unfrozen_parameters_are_not_lost(results: Results, change: str) -> None:
+    assert agreed(results, f"unfrozen, {change}")[0]["off"] <= ROUNDING
+
+
 def test_worlds_made_of_sub_groups(results: Results) -> None:
     for rank, expected in enumerate(["4", "341", "234", "234"]):
         found = agreed(results, "worlds")[rank]["local"]

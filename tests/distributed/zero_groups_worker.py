@@ -122,6 +122,29 @@ def other_orders() -> dict[str, Any]:
     return {"off": max(map(off, both, twins)), "early": early}
 
 
+def unfrozen(change: str) -> dict[str, Any]:
+    """Unfreezes a layer, with a group added after its backward or with two steps for one."""
+    model, twin, extras = layers(2), layers(2), [nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    for each in (model, twin):
+        each[0].requires_grad_(False)
+    zero = adam(model.parameters(), **SHARDED)
+    plain = FusedAdamW(twin.parameters(), lr=1e-2)
+    for each, optimizer, extra in ((model, zero, extras[0]), (twin, plain, extras[1])):
+        if change == "two steps":
+            each(torch.ones(2, 70)).square().mean().backward()
+            optimizer.step()
+        each[0].requires_grad_(True)
+        if change == "group":
+            (each(torch.ones(2, 70)).square().mean() + extra.sum()).backward()
+            optimizer.add_param_group({"params": [extra]})
+        for _ in range(2):  # with the same gradients
+            optimizer.step()
+        optimizer.zero_grad()
+        each(torch.ones(2, 70)).square().mean().backward()
+        optimizer.step()
+    return {"off": max(off(model, twin), float((extras[0] - extras[1]).abs().max()))}
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 
@@ -250,6 +273,8 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "nested": lambda: in_segments(nested, 7),
         "nested, unused": lambda: in_segments(nested, 5),
         "other orders": other_orders,
+        "unfrozen, group": lambda: unfrozen("group"),
+        "unfrozen, two steps": lambda: unfrozen("two steps"),
         "worlds": worlds,
         "dropped": dropped,
         "uneven greedy": uneven,

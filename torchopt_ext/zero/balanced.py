@@ -135,7 +135,7 @@ class BalancedBuckets:
         return parts
 
     def ready(self) -> None:
-        """Installs gradient hooks, once the local optimizer has taken the parts from add_group."""
+        """Installs gradient hooks, once the local optimizer has been built from the parts."""
         self.build_buckets()
         self.reducer.unfrozen.clear()
 

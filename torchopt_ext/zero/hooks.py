@@ -150,9 +150,12 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     reducer.serve_hook()
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
+        joins = graph_task() < 0  # DDP's join hook calls, on a rank out of data
+        if joins and reducer.stepped:
+            reducer.zero_grad(set_to_none=True)
         for param, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
             reducer.take(param, gradient)
-        if bucket.is_last() and graph_task() < 0 and not zero._in_join:  # called by DDP's join hook
+        if bucket.is_last() and joins and not zero._in_join:
             reducer.wrong = (
                 "this rank is out of data, and its sharded optimizer does not step along: use "
                 "Join([ddp, optimizer])"

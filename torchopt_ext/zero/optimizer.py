@@ -217,7 +217,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if is_8_bit(self._optim_defaults.get("state_dtype")):
             self.optim._fp32_moments = local_optimizer.fp32_moments(self)
         self.optim.add_param_group(local_optimizer.local_group(self, -1))
-        self.parts.ready()
+        self.parts.build_buckets()
         self._consolidated = None
         local_optimizer.sync(self)
 

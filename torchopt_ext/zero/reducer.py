@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext._torch import graph_task
 from torchopt_ext.optim.collective import collective, comm_device, run, wait
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
@@ -152,8 +151,6 @@ class Reducer:
 
     def _begin(self) -> None:
         """Detects the beginning of a backward pass."""
-        if self.stepped and graph_task() < 0:  # called by DDP's join hook on a rank out of data
-            self.zero_grad(set_to_none=True)
         if not self.passes.enter(self):
             return
         if self.stepped:
@@ -242,6 +239,7 @@ class Reducer:
         """
         if self.unfrozen:
             self.passes.end()
+            self.stepped = False  # this step may use the last step's gradients again
             self._begin()
             for param in self.unfrozen:
                 if param.grad is not None:

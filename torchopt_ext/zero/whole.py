@@ -61,7 +61,6 @@ class WholeTensors:
         self.params.append([list(own) for own in per_rank])
         for rank, own in enumerate(self.params[-1]):
             self.owner |= dict.fromkeys(own, rank)
-        self.build_buckets()
 
     def _assign(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
@@ -85,7 +84,8 @@ class WholeTensors:
     hides_gradients = False  # steps take the parameters' own gradients
 
     def ready(self) -> None:
-        """Does nothing: whole tensors need no hooks."""
+        """Builds the buckets, once the local optimizer has been built from the parameters."""
+        self.build_buckets()
 
     def finish_step(self) -> None:
         """Does nothing: the local step leaves nothing to clean up."""
