@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,12 +34,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
     offload,
     offload_fsdp_optimizer,
     optimizer_on_device,
 )
+from torchopt_ext.optim import rejection
+from torchopt_ext.optim.control import Controlled
 
 # ---- bits --------------------------------------------------------------------------------------
 
@@ -344,6 +349,28 @@ def moved_shards(base: str) -> Result:
     return {"moved": all(moved), "saved": saved, "after": differing(job.values(), plain.values())}
 
 
+def rejected_as_on_a_gpu(base: str) -> Result:
+    """Rejects a step on the last rank while other ranks learn of it only by waiting; then steps."""
+    params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(4))]
+    optim = {"fused": FusedAdamW, "sgd": torch.optim.SGD}[base](params, lr=0.01)
+    config = {"initial_scale": 8.0, "hysteresis": 1}
+    optimizer = FSDPadaptOptimizer(optim, grad_scal_cfg=config, process_group=dist.group.WORLD)
+    end = SimpleNamespace(query=lambda: True)
+    with (
+        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
+        mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
+        mock.patch.object(Controlled, "known", return_value=None),
+    ):
+        optimizer.backward(torch.stack([param.square().sum() for param in params]).sum())
+        if dist.get_rank() == dist.get_world_size() - 1:
+            params[0].grad = params[0].detach().to_sparse()
+        found = {"refused": refused(optimizer.step), "scale": optimizer.loss_scale.item()}
+        found["gradients"] = all(param.grad is not None for param in params)
+        optimizer.zero_grad()
+        optimizer.backward(torch.stack([param.square().sum() for param in params]).sum())
+        return found | {"went on": optimizer.step()}
+
+
 def resharded(base: str) -> Result:
     """Changes a parameter's placement after the optimizer was made, then steps."""
     job = Job(base, mesh=one_mesh()).run(range(1))
@@ -375,6 +402,7 @@ def cases() -> dict[str, Callable[[], Result]]:
     for base in ("fused", "remainder", "sgd"):
         found[f"moved shards {base}"] = functools.partial(moved_shards, base)
     for base in ("fused", "sgd"):
+        found[f"rejected {base}"] = functools.partial(rejected_as_on_a_gpu, base)
         for last in (False, True):
             name = f"without {'last' if last else 'first'} gradient {base}"
             found[name] = functools.partial(without_gradient, base, last)

@@ -133,6 +133,19 @@ def test_plain_shards_and_a_rank_without_any(runs: dict[int, Results], size: int
 
 @sharded
 @wrapped
+def test_a_step_that_one_rank_rejects_leaves_scales_and_gradients_equal(
+    runs: dict[int, Results], size: int, base: str
+) -> None:
+    found = [rank[f"rejected {base}"] for rank in runs[size]]
+    *others, rejecting = (rank["refused"] for rank in found)
+    assert "sparse" in rejecting.lower()
+    assert all(f"rank {size - 1} rejected the step" in other for other in others)
+    for rank in found:
+        assert (rank["scale"], rank["gradients"], rank["went on"]) == (8.0, True, True)
+
+
+@sharded
+@wrapped
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_a_gradient_that_only_some_ranks_have(
     runs: dict[int, Results], size: int, base: str, which: str

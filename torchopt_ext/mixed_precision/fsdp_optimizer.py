@@ -233,14 +233,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
         except BaseException:
             self._scaled &= self._has_gradients()
             raise
+        if skipped is None and wait:
+            skipped = base.control.skip.item()
+            base.verdict.check()  # here: the rank that rejects the step keeps scale and gradients
         self.grad_scaler.update(moved(base.control.found_inf, self.loss_scale.device))
         self.zero_grad()
-        if skipped is None and not wait:
+        if skipped is None:
             self._unlogged = sent_to_host(base.control.skip)
             return None
-        if skipped is None:
-            skipped = base.control.skip.item()
-            base.verdict.check()
         log_if(skipped)
         return not skipped
 

@@ -167,6 +167,7 @@ class MasterWeights(Controlled):
                     found_inf = self.control.found_inf.float()
                 else:
                     skip = self.control.skip.item()
+                    self.verdict.check()
             if skip:
                 return skip
             stepped = {device: table.stepped(device, wide=True) for device in table.devices}
