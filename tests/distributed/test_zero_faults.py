@@ -64,6 +64,10 @@ def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partitio
     check_equal(found, "params")
 
 
+def test_ranks_go_on_from_the_same_step(two: Results) -> None:
+    assert each_rank(two, "counted steps") == [{"steps": 10.0}] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_held_once(two: Results, kind: str) -> None:
     """After a load a rank holds only its half. A consolidated copy lasts until the next step."""

@@ -80,6 +80,19 @@ def narrower_parameters(kind: str, **options: Any) -> Result:
     return {"dtypes": sorted(dtypes), "params": difference(params, plain_params)}
 
 
+def counted_steps() -> Result:
+    """Loads own state after ten steps, of which the ranks' parameters had another number each."""
+    params = parameters([(10,), (10,)])
+    zero = zero_over(params, "FusedAdamW")
+    zero.optim.set_schedule(warmup_steps=10, stable_steps=10, decay_steps=10)
+    for step in range(10):
+        zero.zero_grad()
+        params[step >= 6].grad = torch.ones(10)
+        zero.step()
+    zero.load_state_dict(state_dict_of(zero, *place()))
+    return {"steps": float(zero.control.steps)}
+
+
 def held_once(kind: str) -> Result:
     """Returns the bytes that the optimizer keeps alive, without parameters and gradients."""
     shapes = [(128, 64)] * 8
@@ -316,6 +329,7 @@ HOWS = ["shape 0", "shape 1", "shape 3", "shape 5", "sizes", "fewer", "more"]
 
 def cases_of_two() -> Cases:
     found: Cases = {"peculiar": peculiar_state, "object": object_in_state}
+    found["counted steps"] = counted_steps
     for kind in KINDS:
         found[f"held once {kind}"] = partial(held_once, kind)
         for how in HOWS:

@@ -276,14 +276,15 @@ class FusedAdam(HookedStep, PlannedStep):
         loaded = read_indexed(hooked, self.param_groups)
         loaded.slots = [self._without_own_entries(dequantized(slot)) for slot in loaded.slots]
         raise_problems(loaded.problems(self))
-        self.take_loaded(loaded, loaded.counted)
+        self.take_loaded(loaded, loaded.counted, largest_step(self.state.values()))
         run_hooks(self, "load_state_dict_post")
 
-    def take_loaded(self, loaded: Loaded, counted: float) -> None:
+    def take_loaded(self, loaded: Loaded, counted: float, made: float) -> None:
         """Continues with a state dict that was read and checked.
 
         Args:
-            counted: the largest step count of a parameter, on any rank.
+            counted: the largest step count of a parameter in it, on any rank.
+            made: the largest step count of a parameter before, on any rank.
         """
         own = [slot.param for slot in loaded.slots if self._own(slot, [MASTER])]
         state = loaded.foreign | {
@@ -294,7 +295,6 @@ class FusedAdam(HookedStep, PlannedStep):
             for slot in loaded.slots
             if slot.entry
         }
-        made = largest_step(self.state.values())
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(loaded.control, counted, made)
         self._loaded_from_itself = own

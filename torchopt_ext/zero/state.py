@@ -24,7 +24,14 @@ from torchopt_ext.optim.quantized import can_quantize
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
-from torchopt_ext.statedict.loaded import Loaded, Slot, load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.loaded import (
+    Loaded,
+    Slot,
+    largest_step,
+    load_whole,
+    raise_problems,
+    read_indexed,
+)
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
@@ -157,15 +164,18 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
     if is_fused := isinstance(zero.optim, FusedAdam):  # its step count is the same on all ranks
-        text = json.dumps([loaded.control, loaded.counted])
-        found = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
-        control: dict[str, Any] = next((control for control, _ in found if control), {})
-        counted = max(counted for _, counted in found)
-    before = zero.optim.state, zero.optim.param_groups
+        before = largest_step(zero.optim.state.values())
+        text = json.dumps([loaded.control, loaded.counted, before])
+        of_ranks = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
+        controls, counted, made = zip(*of_ranks, strict=True)
+        control: dict[str, Any] = next(filter(None, controls), {})
+    kept = zero.optim.state, zero.optim.param_groups
     try:
         with fail_together(zero.process_group):
             if is_fused:
-                zero.optim.take_loaded(Loaded(slots, groups, control=control), counted)
+                zero.optim.take_loaded(
+                    Loaded(slots, groups, control=control), max(counted), max(made)
+                )
             elif hasattr(zero.optim, "load_state_dict"):
                 state = {number: slot.entry for number, slot in enumerate(slots) if slot.entry}
                 local = {"state": state, "param_groups": numbered(groups)}
@@ -181,7 +191,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                 }
                 local_optimizer.copy_settings(groups, zero.optim.param_groups)
     except Exception:  # possibly another rank's
-        zero.optim.state, zero.optim.param_groups = before
+        zero.optim.state, zero.optim.param_groups = kept
         raise
     zero._consolidated = None
     local_optimizer.sync(zero)
