@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
+    set_threshold,
     was_skipped,
 )
 from torchopt_ext.mixed_precision import GradScaler
@@ -54,6 +55,12 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._norm = None
         return result
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears complete gradients, and drops the request of `clip_grad_norm_` for them."""
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self._asked, self._norm = False, None
+
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``."""
@@ -66,9 +73,8 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        set_threshold(self.optimizer, value)
         self._clip = None
-        for optimizer in clipping_optimizers(self.optimizer):
-            optimizer.max_grad_norm = value
 
     @property
     def step_was_skipped(self) -> bool:

@@ -1,8 +1,10 @@
 """Finds optimizers that clip in their step inside a framework's optimizer."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim.control import Controlled
 
@@ -26,6 +28,30 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
         return found
     parts = list(getattr(optimizer, "optimizers", ()))
     return parts if all(isinstance(part, Controlled) for part in parts) else []
+
+
+def set_threshold(optimizer: Any, max_norm: float | None) -> None:
+    """Sets the threshold of the next step of an optimizer that clips in its step.
+
+    Raises:
+        ValueError: a container steps in backward, which comes before, and has another threshold;
+            or its deferred_clipping sets the threshold.
+    """
+    early = isinstance(optimizer, OptimizersInBackwardContainer)
+    if early and not optimizer.checks_overflow_in_step:
+        found = {one.max_grad_norm for one in clipping_optimizers(optimizer)}
+        if {own or math.inf for own in found} != {max_norm or math.inf}:
+            raise ValueError(
+                f"gradients should be clipped to {max_norm}, but the container has stepped in "
+                f"backward, with max_grad_norm={found.pop()}: pass its constructor max_grad_norm="
+                f"{max_norm}, or ask for no clipping"
+            )
+        return
+    if isinstance(optimizer, OptimizersContainer):
+        optimizer.max_grad_norm = max_norm
+        return
+    for one in clipping_optimizers(optimizer):
+        one.max_grad_norm = max_norm
 
 
 def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from torchopt_ext.integrations.clipping import (
     clipping_optimizers,
     expect_first,
+    set_threshold,
     was_skipped,
 )
 
@@ -41,8 +42,7 @@ class FusedStep:
         Raises:
             ValueError: ``gradient_clip_algorithm`` is "value".
         """
-        optimizers = clipping_optimizers(optimizer)
-        if not optimizers:
+        if not clipping_optimizers(optimizer):
             super().configure_gradient_clipping(  # type: ignore[misc]
                 optimizer, gradient_clip_val, gradient_clip_algorithm
             )
@@ -53,8 +53,7 @@ class FusedStep:
             raise ValueError(
                 f'{type(optimizer).__name__} clips by the norm; got gradient_clip_algorithm="value"'
             )
-        for each in optimizers:
-            each.max_grad_norm = float(gradient_clip_val) or math.inf
+        set_threshold(optimizer, float(gradient_clip_val) or math.inf)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Steps the schedule, unless it counts steps and the optimizer's last step was skipped."""

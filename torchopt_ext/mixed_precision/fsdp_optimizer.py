@@ -21,7 +21,7 @@ from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.optim import FusedAdam
-from torchopt_ext.optim.arguments import expect_numbers
+from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import inner_step, run_hooks
@@ -408,6 +408,11 @@ def reject_base(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got a {name}")
+    if (inner := inner_optimizer(optimizer)) is not optimizer:
+        raise TypeError(
+            f"the {name} is a framework's wrapper: give FSDPadaptOptimizer the "
+            f"{type(inner).__name__} in it"
+        )
     if any(getattr(param, "is_master_weight", False) for param in params_of(optimizer)):
         raise TypeError(f"the {name} has the masters of another FSDPadaptOptimizer in its groups")
     if isinstance(optimizer, BaseOptimizer):

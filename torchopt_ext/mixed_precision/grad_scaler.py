@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
-from torchopt_ext.optim.arguments import expect_numbers
+from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
@@ -128,7 +128,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("a closure cannot be used while gradients are scaled")
         if not getattr(optimizer, "checks_overflow_in_step", False):
             return super().step(optimizer, *args[1:], **kwargs)
-        if not isinstance(optimizer, HookedStep):
+        if not isinstance(optimizer, HookedStep) or inner_optimizer(optimizer) is not optimizer:
             raise TypeError(
                 f"a {type(optimizer).__name__} hands attributes of another optimizer on, but not "
                 f"the scale: pass the scaler that optimizer itself"

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
 from torchopt_ext._torch import tree_leaves, tree_map_only
-from torchopt_ext.optim.arguments import unwrapped
+from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor, params_of
 from torchopt_ext.statedict.entries import MASTERS
@@ -94,7 +94,7 @@ def optimizer_on_device(
 
 def _offloader_of(optimizer: Any) -> Offloader:
     """Returns the optimizer's offloader, and creates it at the first call."""
-    optimizer = unwrapped(optimizer)
+    optimizer = inner_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     owner: Any = optimizer

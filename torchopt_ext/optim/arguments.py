@@ -63,12 +63,16 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer inside the wrappers of Accelerate and Lightning."""
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer inside the wrappers of Accelerate, Lightning and Fabric.
+
+    Lightning's and Fabric's wrappers pass isinstance checks, but what is set on them, such as a
+    scale or a threshold, does not reach the optimizer.
+    """
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer) or inner is optimizer:
         return optimizer
-    return unwrapped(inner)
+    return inner_optimizer(inner)
 
 
 def expect_group(process_group: Any) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from torchopt_ext._C import TensorMark
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
+from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.norm_in_backward import NormInBackward
 
@@ -31,6 +32,7 @@ def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
     Raises:
         ValueError: the optimizer was built without ``norm_in_backward=True``.
     """
+    optimizer = inner_optimizer(optimizer)
     found: dict[int, NormInBackward] = {}
     for one in getattr(optimizer, "optimizers", [optimizer]):
         squares = getattr(one, "norm_in_backward", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
-from torchopt_ext.optim.arguments import expect_counts, unwrapped
+from torchopt_ext.optim.arguments import expect_counts, inner_optimizer
 from torchopt_ext.optim.local import (
     is_captured,
     local_tensor,
@@ -149,7 +149,7 @@ def log_to(
             ``add_scalar`` nor a function, a count is not an integer, or the prefix not a string.
         ValueError: ``every`` is not positive.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = inner_optimizer(optimizer)
     if not hasattr(optimizer, "control"):
         raise TypeError(f"a {type(optimizer).__name__} has no control to log")
     if not (callable(writer) or hasattr(writer, "add_scalar")):

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, log_to, param_groups
+from torchopt_ext.containers import OptimizersInBackwardContainer
+from torchopt_ext.optim.ddp import norm_hook
 
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
@@ -246,6 +248,39 @@ def test_accelerate_refuses_an_optimizer_with_a_threshold_of_its_own(accelerator
         accelerator.prepare(optimizer)
 
 
+def test_accelerate_clips_in_backward_only_by_the_containers_own_threshold(
+    accelerator: Any,
+) -> None:
+    for own, backwards in ((None, 1), (0.3, 1), (0.3, None)):
+        model, given = new_model(), {"lr": 0.1, "max_grad_norm": own}
+        container = OptimizersInBackwardContainer(
+            [model], FusedAdamW, given, backwards_per_step=backwards
+        )
+        model, prepared = accelerator.prepare(model, container)
+        for x, labels in batches():
+            accelerator.backward(model(x, labels)["loss"])
+            if backwards is None:
+                accelerator.clip_grad_norm_(model.parameters(), 0.2)
+            else:
+                with pytest.raises(ValueError, match=f"with max_grad_norm={own}: pass"):
+                    accelerator.clip_grad_norm_(model.parameters(), 0.2)
+                accelerator.clip_grad_norm_(model.parameters(), own or 0)
+            prepared.step()
+        assert backwards is None or container.max_grad_norm == own
+        accelerator.free_memory()
+
+
+def test_accelerate_forgets_a_request_for_gradients_that_are_dropped(accelerator: Any) -> None:
+    model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
+    accelerator.backward(model(*batches()[0])["loss"])
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
+    prepared.zero_grad()
+    accelerator.backward(model(*batches()[0])["loss"])
+    prepared.step()
+    assert prepared.max_grad_norm is None
+    assert norm.isnan()
+
+
 def test_accelerate_refuses_what_the_step_cannot_clip(accelerator: Any) -> None:
     model = new_model()
     accelerator.prepare(new_optimizer(model))
@@ -429,6 +464,21 @@ def test_lightning_resumes(lightning: Callable[..., Trained]) -> None:
 def test_lightning_refuses_to_clip_by_value(lightning: Callable[..., Trained]) -> None:
     with pytest.raises(ValueError, match="clips by the norm"):
         lightning(0.3, gradient_clip_algorithm="value")
+
+
+def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
+    """The wrapper passes isinstance checks, but what is set on it does not reach the optimizer."""
+    module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
+    model = new_model()
+    optimizer = FusedAdamW(model.parameters(), norm_in_backward=True)
+    _, wrapper = module.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+    scaler = GradScaler("cpu")
+    scaler.scale(model(*batches()[0])["loss"]).backward()
+    with pytest.raises(TypeError, match="a FabricFusedAdamW hands attributes of another"):
+        scaler.step(wrapper)
+    with pytest.raises(TypeError, match="the FabricFusedAdamW is a framework's wrapper"):
+        FSDPadaptOptimizer(wrapper)
+    norm_hook(wrapper)
 
 
 # ---- peft and torchao ---------------------------------------------------------------------------
