@@ -14,7 +14,7 @@ from rank_cases import difference, run_cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from zero_faults_common import Result, clones, give_gradients, outcome, parameters
 
 from torchopt_ext import FusedAdamW
@@ -120,6 +120,27 @@ def of_reducer(fault: str) -> Result:
     return rejected(zero, list(model.parameters()), fault, backward)
 
 
+def of_lbfgs() -> Result:
+    """Steps by LBFGS while rank 1's closure fails in its second call, after ranks have agreed."""
+    params = parameters([(4,), (4,)])
+    zero = ZeroRedundancyOptimizer(params, LBFGS, max_iter=4)
+    before, calls = content(zero), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls == 2:
+            failing()
+        zero.zero_grad()
+        loss = torch.stack([(param - 1).square().square().sum() for param in params]).sum()
+        torch.autograd.backward(loss)
+        return loss
+
+    found = outcome(lambda: zero.step(closure)) | {"changed": ""}  # other ranks' parts have changed
+    ZeroRedundancyOptimizer(params, SGD, lr=0.1).step(closure)  # LBFGS cannot go on by itself
+    return found | {"went on": difference(content(zero), before) != ""}
+
+
 def of_ours(base: str, where: str, fault: str) -> Result:
     """Steps FusedAdamW, or FSDPadaptOptimizer over it or AdamW, with a group or a mesh."""
     params = parameters()
@@ -173,7 +194,7 @@ def known_later() -> Result:
 
 
 def cases() -> dict[str, Callable[[], Result]]:
-    found: dict[str, Callable[[], Result]] = {"later": known_later}
+    found: dict[str, Callable[[], Result]] = {"later": known_later, "LBFGS": of_lbfgs}
     for fault in ("", "frozen"):
         found[f"reducer, {fault}"] = partial(of_reducer, fault)
     for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):

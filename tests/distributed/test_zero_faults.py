@@ -64,6 +64,12 @@ def test_float32_state_for_bfloat16_parameters(two: Results, kind: str, partitio
     check_equal(found, "params")
 
 
+def test_closures_are_called_as_often_as_each_rank_needs(two: Results) -> None:
+    found = each_rank(two, "closures")
+    assert sorted(f["local"] for f in found) == [2, 10]
+    check_equal(found, "params")
+
+
 def test_ranks_go_on_from_the_same_step(two: Results) -> None:
     assert each_rank(two, "counted steps") == [{"steps": 10.0}] * 2
 

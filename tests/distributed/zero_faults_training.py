@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,14 @@ from zero_faults_common import (
 
 from torchopt_ext import GradScaler
 from torchopt_ext.zero import (
+    ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
 
 BF16 = torch.bfloat16
 STEPS = 7
+LBFGS: dict[str, Any] = {"lr": 0.1, "max_iter": 5}
 IDLE = 2  # backward passes until DDP has its final buckets
 
 
@@ -240,11 +243,37 @@ def random_rounding(**options: Any) -> Result:
     }
 
 
+def closures() -> Result:
+    """Steps by LBFGS, which is done after one call of the closure on one rank only."""
+    params, plain_params = parameters([(4,), (4,)]), parameters([(4,), (4,)])
+    for of in (params, plain_params):
+        of[0].data.zero_()
+    zero = ZeroRedundancyOptimizer(params, torch.optim.LBFGS, **LBFGS)
+    plain = [torch.optim.LBFGS([param], **LBFGS) for param in plain_params]
+    calls = 0
+
+    def closure(of: Sequence[Tensor] = params) -> Tensor:
+        nonlocal calls
+        calls += 1
+        for param in of:
+            param.grad = None
+        loss = of[0].square().sum() + (of[1] - 3).square().square().sum()
+        torch.autograd.backward(loss)
+        return loss
+
+    for _ in range(2):
+        zero.step(closure)
+    found = calls
+    for optimizer in plain * 2:
+        optimizer.step(partial(closure, plain_params))
+    return {"local": found, "params": difference(params, plain_params)}
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 
 def cases_of_two() -> Cases:
-    found: Cases = {"hook over plain zero": hook_over_plain_zero}
+    found: Cases = {"hook over plain zero": hook_over_plain_zero, "closures": closures}
     for kind in KINDS:
         for name, options in PARTITIONS.items():
             where = f"{kind}, {name}"

@@ -143,7 +143,8 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
             loss = closure()
             agreement.in_closure = False
         context = zero._take_gradients(context)
-        if context.agreement is not None and not isinstance(zero.optim, FusedAdam):
+        agrees = context.agreement is not None and not isinstance(zero.optim, FusedAdam)
+        if agrees and agreement.pending:  # LBFGS calls a closure more often on some ranks
             if kwargs.keys() - {"closure"}:
                 inspect.signature(zero.optim.step).bind(**kwargs)
             agree(zero, agreement)
@@ -184,8 +185,8 @@ def agree(
         reject_in(total)
     with collective("agreeing to make the step", zero.ranks.timeout):
         work = dist.all_reduce(total, group=zero.ranks.group, async_op=True)
-        if agreement.in_closure:  # the other ranks may never join the collective
-            return
+        if agreement.in_closure and not agreement.accepted:
+            return  # the other ranks may never join the collective
         if meanwhile is not None:
             meanwhile()
         wait(work)
