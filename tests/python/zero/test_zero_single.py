@@ -208,6 +208,19 @@ def test_functional_optimizers_are_for_overlap() -> None:
             zero.consolidate_state_dict()
 
 
+@pytest.mark.parametrize(("kind", "device"), [(torch.optim.AdamW, "cpu"), (FusedAdamW, "meta")])
+def test_steps_in_backward_find_loaded_counts_where_they_need_them(kind: Any, device: str) -> None:
+    plain_params = parameters()
+    plain = kind(plain_params, lr=0.1)
+    train(plain, plain_params, range(1))
+    params = [nn.Parameter(p.detach().to("meta")) for p in plain_params]
+    zero = ZeroRedundancyOptimizer(params, kind, overlap_with_ddp=True, lr=0.1)
+    zero._overlap_info.params_per_bucket.append(params)
+    zero._init_zero_for_overlap()
+    zero.load_state_dict(plain.state_dict())
+    assert {entry["step"].device.type for entry in zero.optim.state.values()} == {device}
+
+
 @pytest.mark.parametrize(
     "options", [{"state_dtype": "int8"}, {"master_weights": "fp32"}, {"stochastic_rounding": True}]
 )
