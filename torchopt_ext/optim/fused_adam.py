@@ -108,6 +108,8 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
+    _chosen_among: frozenset[int] = frozenset()  # ids of parameters that fp32_moments has looked at
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -181,8 +183,20 @@ class FusedAdam(HookedStep, PlannedStep):
         """Adds the parameters that ``fp32_moments`` chooses to the storage."""
         if self._storage.state_dtype == torch.int8:
             found = fp32_params(named, self._fp32_moments, partial=partial)
-            kept = self._storage.fp32_moments | found
+            current = params_of(self)
+            kept = self._storage.fp32_moments.intersection(current) | found
             self._storage = replace(self._storage, fp32_moments=kept)
+            self._chosen_among = frozenset(map(id, current))
+
+    def _look_at_new_params(self) -> None:
+        """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
+        named = param_state.named_params(self)
+        if new := [(name, p) for name, p in named if id(p) not in self._chosen_among]:
+            self._keep_fp32_moments(new, partial=True)
+
+    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+        self._look_at_new_params()
+        super()._init_states(wanted)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one optimization step; ``closure`` evaluates the model and returns the loss.
@@ -210,7 +224,8 @@ class FusedAdam(HookedStep, PlannedStep):
             if misplaced := sorted(_ARGUMENTS & group.keys() - self.defaults.keys() - {"params"}):
                 raise ValueError(
                     f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
-                    "groups, which one group cannot have"
+                    "groups, which one group cannot have (a wrapper that copies arguments into "
+                    "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
                 )
             if group["amsgrad"] and self._storage.state_dtype == torch.int8:
                 raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
@@ -272,6 +287,7 @@ class FusedAdam(HookedStep, PlannedStep):
         Raises:
             ValueError: groups or entries do not fit this optimizer; the message lists the problems.
         """
+        self._look_at_new_params()
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
         loaded.slots = [self._without_own_entries(dequantized(slot)) for slot in loaded.slots]

@@ -127,6 +127,25 @@ def test_parameters_themselves_and_groups_that_come_later() -> None:
     assert eight_bits(model, optimizer) == ["body.weight"]
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_parameters_that_are_replaced_in_groups(loads: bool) -> None:
+    """An embedding whose weight is replaced after building, as Accelerate does for FSDP2."""
+    model = Model()
+    optimizer = FusedAdamW(model.named_parameters(), **INT8)
+    other = Model(1)
+    source = FusedAdamW(other.parameters(), **INT8)
+    train(other, source, 0)
+    for holder, name in ((model.bag, "weight"), (model.body, "weight")):
+        old = getattr(holder, name)
+        setattr(holder, name, nn.Parameter(old.detach().clone()))
+        params = optimizer.param_groups[0]["params"]
+        params[[p is old for p in params].index(True)] = getattr(holder, name)
+    if loads:
+        optimizer.load_state_dict(source.state_dict())
+    train(model, optimizer, 1)
+    assert eight_bits(model, optimizer) == ["body.weight"]
+
+
 def test_copies_keep_the_choice() -> None:
     model = Model()
     optimizer = FusedAdamW(model.named_parameters(), **INT8)
