@@ -107,6 +107,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             vars(optimizer)["add_param_group"] = _reject_group
             if not self.measures_norm and isinstance(optimizer, FusedAdam):
                 vars(optimizer)["set_schedule"] = _reject_schedule
+                vars(optimizer)["set_loss_scale"] = _reject_loss_scale
         self._impls = {param: param._cdata for param in self._optimizer_of}  # the hooked tensors
 
     def _watch_swapped(self) -> None:
@@ -320,6 +321,13 @@ def _reject_schedule(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "a schedule counts the steps of its optimizer, and here each parameter has one, which "
         "steps only where it is used: take LRSchedulersContainer"
+    )
+
+
+def _reject_loss_scale(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "a loss scale needs one decision on all gradients, and here each parameter has an "
+        "optimizer of its own: build the container with skip_nonfinite=True"
     )
 
 

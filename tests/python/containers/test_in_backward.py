@@ -549,6 +549,8 @@ def test_what_would_not_be_honoured_is_rejected(choice, parts):
     if isinstance(container.optimizers[0], FusedAdam):
         with pytest.raises(NotImplementedError, match="take LRSchedulersContainer"):
             container.optimizers[0].set_schedule(warmup_steps=1, stable_steps=1, decay_steps=1)
+        with pytest.raises(NotImplementedError, match="container with skip_nonfinite=True"):
+            container.optimizers[0].set_loss_scale()
 
 
 def test_a_scheduler_finds_that_all_have_stepped(choice, parts):
