@@ -120,7 +120,7 @@ def test_arguments_that_differ_between_ranks_are_named(results: Results) -> None
     for rank in each_rank(results, "unequal_arguments"):
         raised = rank.copy()
         assert "differ in their arguments" in raised.pop("to")
-        assert len(raised) == 8
+        assert len(raised) == 11
         for name, message in raised.items():
             assert "the ranks differ in their parameters and arguments" in message
             assert f"{name}=" in message

@@ -104,7 +104,7 @@ def sharded(
         params if one_group else groups_of(params),
         optimizer_class,
         partition=partition,
-        bucket_elements=1 << 22,
+        bucket_elements=1 << 22 if partition == "balanced" else None,
         **({"lr": 1e-3} if one_group else {}),
         **arguments,
     )

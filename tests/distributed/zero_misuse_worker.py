@@ -21,6 +21,7 @@ from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 SGD = {"lr": 0.5, "momentum": 0.9}
+BUCKETS: dict[str, Any] = {"greedy": {}, "balanced": {"bucket_elements": 64}}
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -339,7 +340,7 @@ def codes_of_other_layouts() -> dict[str, Any]:
             else:
                 other.to(memory_format=torch.channels_last)
             zero: Any = ZeroRedundancyOptimizer(
-                other.parameters(), FusedAdamW, partition=partition, bucket_elements=64
+                other.parameters(), FusedAdamW, partition=partition, **BUCKETS[partition]
             )
             zero.load_state_dict(codes.state_dict())
             zero.consolidate_state_dict()
@@ -434,10 +435,17 @@ def unequal_arguments() -> dict[str, Any]:
         ("parameters_as_bucket_view", False, True),
         ("overlap_with_ddp", False, True),
         ("params_per_rank", [0, 1], [1, 0]),
+        ("lr", 0.1, 0.2),
+        ("state_dtype", None, torch.bfloat16),
+        ("weight_decay", 0.1, 0.2),
     ):
         params = list(layers(1).parameters())
         given: dict[str, Any] = {"optimizer_class": FusedAdamW, "lr": 0.1}
         given[name] = other if here else common
+        if name == "bucket_elements":
+            given["partition"] = "balanced"
+        if name == "weight_decay":
+            params[0:] = [{"params": params.copy(), name: given.pop(name)}]
         if name == "params_per_rank":
             given[name] = [[params[i]] for i in given[name]]
         found[name] = raised(partial(ZeroRedundancyOptimizer, params, **given))

@@ -111,9 +111,9 @@ def build(model: Model, held: str, partition: str, **further: Any) -> Any:
     ]
     if partition == "none":
         return FusedAdamW(groups, **kwargs)
-    return ZeroRedundancyOptimizer(
-        groups, FusedAdamW, partition=partition, bucket_elements=1 << 12, **further, **kwargs
-    )
+    if partition == "balanced":
+        further["bucket_elements"] = 1 << 12
+    return ZeroRedundancyOptimizer(groups, FusedAdamW, partition=partition, **further, **kwargs)
 
 
 def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
@@ -245,8 +245,9 @@ def complex_norms(partition: str) -> dict[str, Any]:
         optimizer: Any = FusedAdamW([param], max_grad_norm=1.0)
         if partition != "none":
             optimizer = ZeroRedundancyOptimizer(
-                [param], FusedAdamW, partition=partition, bucket_elements=64, max_grad_norm=1.0
-            )
+                [param], FusedAdamW, partition=partition, max_grad_norm=1.0,
+                bucket_elements=64 if partition == "balanced" else None,
+            )  # fmt: skip
         for _ in range(20):
             param.grad = torch.randn_like(param)
             optimizer.step()

@@ -17,11 +17,13 @@ def check_choices(
     compat: str | None,
     sharded_gradients: bool,
     overlap_with_ddp: bool,
+    elementwise: bool,
+    bucket_elements: int | None,
     *,
     owners: bool,
     groups: int,
 ) -> None:
-    """Raises ValueError for unknown choices and for choices that exclude each other.
+    """Raises ValueError for unknown choices, and for choices that exclude or need each other.
 
     ``owners`` is whether ``params_per_rank`` is given, ``groups`` the number of param groups.
     """
@@ -35,8 +37,17 @@ def check_choices(
             "overlap_with_ddp and params_per_rank give whole parameters to ranks, "
             "partition='balanced' divides them: choose one"
         )
-    if sharded_gradients and not balanced:
-        raise ValueError("sharded_gradients=True needs partition='balanced'")
+    if overlap_with_ddp and owners:
+        raise ValueError("overlap_with_ddp=True gives DDP's buckets to ranks, not params_per_rank")
+    if balanced and compat is not None:
+        raise ValueError("compat='torch' is about partition='greedy', partition='balanced' is ours")
+    for name, value in (
+        ("sharded_gradients", sharded_gradients or None),
+        ("elementwise", elementwise or None),
+        ("bucket_elements", bucket_elements),
+    ):
+        if value is not None and not balanced:
+            raise ValueError(f"{name}={value} needs partition='balanced'")
     if overlap_with_ddp and groups != 1:
         raise ValueError("overlap_with_ddp=True supports one param group only")
 
@@ -114,19 +125,33 @@ def describe_params(optimizer: Any) -> list[str]:
     ]
 
 
+def _plain(value: Any) -> Any:
+    """Returns a value that ranks compare: a plain value itself, and the type of any other."""
+    if isinstance(value, tuple | list):
+        return [*map(_plain, value)]
+    plain = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+    return value if plain else type(value).__qualname__
+
+
 def describe_arguments(
     optimizer_class: Any,
     params_per_rank: Sequence[Sequence[Tensor]] | None,
-    params: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     **arguments: Any,
 ) -> list[str]:
-    """Describes the arguments that must be the same on all ranks, one in a line."""
+    """Describes the arguments and settings that must be the same on all ranks, one in a line."""
     name = getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
+    params = chain(*(group["params"] for group in groups))
     number = {param: i for i, param in enumerate(params)}
     owned: Any = params_per_rank
     if params_per_rank is not None:
         owned = [[number.get(p) for p in own] for own in params_per_rank]
-    decided = {key: defaults.get(key) for key in ("max_grad_norm", "skip_nonfinite")}
-    arguments |= {"optimizer_class": name, "params_per_rank": owned} | decided
-    return [f"{key}={value}" for key, value in arguments.items()]
+    arguments |= {"optimizer_class": name, "params_per_rank": owned}
+    found = [f"{key}={value}" for key, value in arguments.items()]
+    found += [f"{key}={_plain(value)}" for key, value in sorted(defaults.items())]
+    return found + [
+        f"{key}={_plain(group[key])} in group {number}"
+        for number, group in enumerate(groups)
+        for key in sorted(group.keys() - {"params", "param_names"})
+    ]

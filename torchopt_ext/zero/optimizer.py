@@ -129,7 +129,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 use_device(self.process_group, self._default_device)
                 check_dense(self._all_params, allow_mixed_dtypes)
                 check_choices(
-                    partition, compat, sharded_gradients, overlap_with_ddp,
+                    partition, compat, sharded_gradients, overlap_with_ddp, elementwise,
+                    bucket_elements,
                     owners=params_per_rank is not None, groups=len(self.param_groups),
                 )  # fmt: skip
                 if balanced and not elementwise:
@@ -139,7 +140,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 )
             described = describe_params(self)
             described += describe_arguments(
-                optimizer_class, params_per_rank, self._all_params, defaults,
+                optimizer_class, params_per_rank, self.param_groups, defaults,
                 partition=partition, compat=compat, sharded_gradients=sharded_gradients,
                 bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
                 parameters_as_bucket_view=parameters_as_bucket_view,

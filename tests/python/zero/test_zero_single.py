@@ -156,7 +156,11 @@ class Unknown(torch.optim.SGD):
         ("good", {"partition": "even"}, ValueError, "'even'"),
         ("good", {"compat": "jax"}, ValueError, "'jax'"),
         ("good", {"partition": "balanced", "overlap_with_ddp": True}, ValueError, "overlap"),
-        ("good", {"sharded_gradients": True}, ValueError, "balanced"),
+        ("good", {"sharded_gradients": True}, ValueError, "sharded_gradients=True needs"),
+        ("good", {"elementwise": True}, ValueError, "elementwise=True needs"),
+        ("good", {"bucket_elements": 0}, ValueError, "bucket_elements=0 needs"),
+        ("good", {"partition": "balanced", "compat": "torch"}, ValueError, "compat='torch' is"),
+        ("good", {"params_per_rank": [[]], "overlap_with_ddp": True}, ValueError, "DDP's buckets"),
         ("twice", {}, ValueError, "more than one parameter group"),
     ],
 )
@@ -208,6 +212,7 @@ def test_functional_optimizers_are_for_overlap() -> None:
             zero.consolidate_state_dict()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("kind", "device"), [(torch.optim.AdamW, "cpu"), (FusedAdamW, "meta")])
 def test_steps_in_backward_find_loaded_counts_where_they_need_them(kind: Any, device: str) -> None:
     plain_params = parameters()
