@@ -323,7 +323,7 @@ class CheckpointManager:
         if error := future.exception():
             if raises and step == 1:
                 raise error
-            logger.error("%s; training goes on", error)
+            logger.error("%s%s", error, "; training goes on" if raises else "")
 
     # ---- loading ---------------------------------------------------------------------------------
 
