@@ -193,6 +193,16 @@ def known_later() -> Result:
     return found | {"went on": difference(content(optimizer), before) != ""}
 
 
+def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> Result:
+    """Steps ZeRO where the host has to wait for the flags, as on a GPU."""
+    end = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    with (
+        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
+        mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
+    ):
+        return of_zero(kind, fault, options)
+
+
 def cases() -> dict[str, Callable[[], Result]]:
     found: dict[str, Callable[[], Result]] = {"later": known_later, "LBFGS": of_lbfgs}
     for fault in ("", "frozen"):
@@ -203,7 +213,9 @@ def cases() -> dict[str, Callable[[], Result]]:
         for fault, kinds in FAULTS.items():
             if kinds in kind:
                 balanced = {"partition": "balanced"} if fault == "shape" else {}
-                found[f"{kind}, {fault}"] = partial(of_zero, kind, fault, balanced)
+                given = kind, fault, balanced
+                found[f"{kind}, {fault}"] = partial(of_zero, *given)
+                found[f"{kind}, {fault} on a GPU"] = partial(of_zero_on_a_gpu, *given)
     for fault in ("setting", "scaler", "sparse"):
         found[f"FusedAdamW over a group, {fault}"] = partial(of_ours, "FusedAdamW", "group", fault)
     for base, fault in (

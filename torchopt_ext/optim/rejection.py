@@ -44,16 +44,17 @@ class Verdict:
     """The ranks' answers about an optimizer's steps.
 
     On the CPU all ranks raise in the rejected step itself. On a GPU no step waits for the answer:
-    the GPU skips the step, and the first later step that finds the answer on the host raises.
+    the GPU skips the step, and the first later step that finds the answer on the host raises. An
+    optimizer whose step makes further collectives waits for the answer.
     """
 
     def __init__(self) -> None:
         self._later: list[tuple[Tensor, Any]] = []  # flags on their way to the host, end events
 
-    def note(self, total: Tensor) -> None:
+    def note(self, total: Tensor, *, waits: bool = False) -> None:
         """Takes the reduced accumulator of a step; raises if a rank rejects the step."""
         flags = total[FLAGS]
-        if self.is_known(flags):
+        if waits or self.is_known(flags):
             _check(flags)
         elif (sent := sent_to_host(flags)) is not None:
             self._later.append(sent)
@@ -63,12 +64,16 @@ class Verdict:
         """Returns whether the host can read ``flags`` without waiting."""
         return flags.is_cpu
 
-    def check(self) -> None:
-        """Raises if an earlier step is known to have been rejected; does not wait.
+    def check(self, *, waits: bool = False) -> None:
+        """Raises if a step is known to have been rejected; ``waits`` until it is known.
 
         Does nothing while a graph is captured, because CUDA then allows no query of an event.
         """
-        while self._later and not is_captured() and self._later[0][1].query():
+        while self._later and not is_captured():
+            if waits:
+                self._later[0][1].synchronize()
+            elif not self._later[0][1].query():
+                return
             _check(self._later.pop(0)[0])
 
     def __reduce__(self) -> Any:

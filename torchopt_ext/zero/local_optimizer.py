@@ -157,6 +157,10 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     if not zero.parts.hides_gradients:  # a scaler has checked the same gradients on every rank
         context = context._replace(agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
+    if context.agreement is not None:
+        # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
+        # norm, not for the update, before it sends updates, which a rejecting rank would not join.
+        zero.verdict.check(waits=True)
     zero.parts.finish_step()
     return result
 
@@ -176,7 +180,7 @@ def agree(
         meanwhile: called while the all-reduce is under way.
 
     Raises:
-        RuntimeError: another rank rejects the step; says which. On a GPU a later step raises this.
+        RuntimeError: another rank rejects the step; says which.
     """
     agreement.pending = False
     if total is None:
@@ -191,7 +195,7 @@ def agree(
             meanwhile()
         wait(work)
     if not rejects:
-        zero.verdict.note(total)
+        zero.verdict.note(total, waits=True)  # torch's classes cannot skip a step on the device
         agreement.accepted = True
 
 

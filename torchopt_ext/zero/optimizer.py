@@ -246,7 +246,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
             return None
-        self.verdict.check()
         context, agreement = self._context, Agreement()
         fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:

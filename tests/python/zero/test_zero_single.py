@@ -212,7 +212,6 @@ def test_functional_optimizers_are_for_overlap() -> None:
             zero.consolidate_state_dict()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("kind", "device"), [(torch.optim.AdamW, "cpu"), (FusedAdamW, "meta")])
 def test_steps_in_backward_find_loaded_counts_where_they_need_them(kind: Any, device: str) -> None:
     plain_params = parameters()
