@@ -17,14 +17,12 @@ class Part:
         param: the parameter.
         begin, end: the range of its elements, counted in memory order.
         tensor: the tensor that the local optimizer steps; ``param`` where parameters stay whole.
-        divided: whether the state of this part is cut out of the whole parameter's state.
     """
 
     param: Tensor
     begin: int
     end: int
     tensor: Tensor
-    divided: bool = True
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -35,8 +33,9 @@ class Part:
         return tuple(self.param.shape[d] for d in self.order)
 
     def divides(self, value: Any) -> bool:
-        """Returns whether a state entry holds one value for each element of this part."""
-        return self.divided and isinstance(value, Tensor) and value.shape == self.tensor.shape
+        """Returns whether a state entry is a part, with one value for each element, of a whole."""
+        fits = isinstance(value, Tensor) and value.shape == self.tensor.shape
+        return fits and not self.is_whole
 
     def of_entry(self, name: Any) -> "Part":
         """Returns this part as a range of the state entry ``name``: scales are counted by group.
@@ -50,7 +49,7 @@ class Part:
             torch.empty(scale_shape(like), dtype=torch.float32, device="meta")
             for like in (self.param, self.tensor)
         )
-        return Part(param, begin, end, tensor, self.divided)
+        return Part(param, begin, end, tensor)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Cuts this part out of a tensor of the parameter's shape. The result is mostly a view."""
@@ -66,7 +65,7 @@ class Part:
     def of(self, value: Any) -> Any:
         """Cuts this part out of a parameter's state entry. Returns other shapes unchanged."""
         whole = isinstance(value, Tensor) and value.shape == self.param.shape and value.dim() > 0
-        return self.cut(value) if self.divided and whole else value
+        return self.cut(value) if whole and not self.is_whole else value
 
     @property
     def is_whole(self) -> bool:

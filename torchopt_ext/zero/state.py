@@ -236,8 +236,7 @@ def sharded(zero: ZeroRedundancyOptimizer, *, elsewhere: bool) -> dict[str, Any]
 def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
     """Joins one entry's values from this rank's parts of a parameter into one value for DCP."""
     part, value = pieces[0]
-    cut = part.divides(value) or not part.divided
-    if isinstance(value, Tensor) and value.dim() and cut:
+    if isinstance(value, Tensor) and value.dim() and (part.is_whole or part.divides(value)):
         return StateShard.of(pieces, elsewhere)
     return value
 

@@ -100,7 +100,7 @@ class WholeTensors:
         """Does nothing: the parameters' own gradients are the only gradients."""
 
     def part_of(self, param: Tensor) -> Part:
-        return Part(param, 0, param.numel(), param, divided=False)
+        return Part(param, 0, param.numel(), param)
 
     @torch.no_grad()
     def build_buckets(self) -> None:
