@@ -20,7 +20,7 @@ from torchopt_ext.cli.terminal import CommandError, Parser, number
 from torchopt_ext.optim.fp32_moments import embeddings_of
 
 NAMED = "gpt2"
-ALIKE = 1024
+ALIKE = WIDTH = 1024
 """The number of tensors that `--params` stands for."""
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -72,7 +72,7 @@ def add_source(parser: Parser, *, required: bool) -> None:
         "--params",
         type=number,
         metavar="N",
-        help=f"number of parameters, such as 8e9, in {ALIKE} tensors of equal size",
+        help=f"number of parameters, such as 8e9, in {ALIKE} matrices of equal size",
     )
     source.add_argument(
         "--shapes",
@@ -129,9 +129,14 @@ def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool
 
 
 def alike(count: int) -> list[Tensor]:
-    """Returns tensors of `count` elements in total. Their sizes differ by one element at most."""
-    each, more = divmod(count, ALIKE)
-    return [meta((each + (n < more),)) for n in range(ALIKE)]
+    """Returns matrices of equal size, up to a row, and a vector with what is left of `count`.
+
+    Matrices, because vectors would have no 8-bit moments.
+    """
+    rows, rest = divmod(count, WIDTH)
+    each, more = divmod(rows, ALIKE)
+    shapes = [(each + (n < more), WIDTH) for n in range(ALIKE if each else more)]
+    return [*map(meta, shapes), *([meta((rest,))] if rest else [])]
 
 
 def gpt2() -> list[Entry]:

@@ -190,14 +190,19 @@ def test_the_page_shows_what_is_printed(command: str, run: Run) -> None:
 
 
 def test_plan_of_a_count(run: Run) -> None:
-    args = ["plan", "--params", "8e9", "--dtype", "bfloat16", "--master-weights", "fp32"]
-    shown = run(*args, "--bandwidth", "2000", "--network", "50", "--world-size", "1024")
-    assert "8,000,000,000 parameters" in shown
+    args = ["plan", "--dtype", "bfloat16", "--master-weights"]
+    even = [*args, "fp32", "--params", f"{2**33}", "--world-size", "1024"]
+    shown = run(*even, "--bandwidth", "2000", "--network", "50")
+    assert "8,589,934,592 parameters in 1,024 tensors" in shown
     assert "\n0-1023 " in shown
+    args += ["fp32", "--params", "8e9"]
     found = json.loads(run(*args, "--bandwidth", "2000", "--world-size", "1", "--json"))
     ddp = found["shardings"]["ddp"]
     assert ddp["ranks"][0]["held"] == pytest.approx(8e9 * (2 + 2 + 4 + 8), rel=1e-5)
     assert ddp["step_seconds"] == pytest.approx(8e9 * 30 / 2e12)
+    args += ["--world-size", "1", "--json", "--state-dtype", "int8"]
+    found = json.loads(run(*args))["shardings"]["ddp"]["ranks"][0]["moments"]
+    assert found == pytest.approx(8e9 * 2.125, rel=1e-5)
 
 
 def test_dtypes_have_short_names(run: Run) -> None:
