@@ -3,7 +3,7 @@
 python docs/step_times_drawing.py
 """
 
-import json
+import re
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "benchmarks/results/2026-11-22-epyc-2-threads.json"
+RECORD = ROOT / "benchmarks/results/2026-11-24-xeon.txt"
 CLIP, SCALER = "clip+step", "scaler+clip+step"
 TORCH = "torch fused"
 CASES = (
@@ -31,23 +31,23 @@ OURS, TORCHS = "#1b6ca8", "#e08e45"
 
 
 def main() -> None:
-    record = json.loads(RECORD.read_text())
+    text = RECORD.read_text()
+    about = dict(re.findall(r"^(\w+): (.+)$", text, re.M))
+    cells = (re.split(r" {2,}", line) for line in text.splitlines())
     medians = {
-        (row["set"], row["operation"], row["implementation"]): row["milliseconds"]["median"]
-        for row in record["results"]
+        tuple(row[:3]): float(row[4]) for row in cells if len(row) == 10 and row[3].isdigit()
     }
     figure, panels = plt.subplots(len(CASES), figsize=(9, 4.2), layout="constrained")
     for panel, (title, tensors, operation, ours, torchs) in zip(panels, CASES, strict=True):
         times = [medians[tensors, operation, name] for name in (ours, torchs)]
         panel.barh([0, 1], times, color=[OURS, TORCHS], height=0.75)
         for y, (name, ms) in enumerate(zip(("torchopt_ext", "torch"), times, strict=True)):
-            text = f" {name}, {ms:.3g} ms"
-            panel.text(ms, y, text, ha="left", va="center", fontsize=9)
+            label = f" {name}, {ms:.3g} ms"
+            panel.text(ms, y, label, ha="left", va="center", fontsize=9)
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_xlim(0, 1.3 * max(times))
         panel.set_ylim(1.5, -0.5)
         panel.axis("off")
-    about = record["environment"]
     figure.suptitle("One AdamW step with clipping, less is better", fontsize=11)
     figure.supxlabel(
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "
