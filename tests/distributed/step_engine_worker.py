@@ -205,12 +205,17 @@ def process_group() -> Result:
     return gathered(optimizer, mine)
 
 
-def pipeline_stages() -> Result:
+def pipeline_stages(*, one_rank_mesh: bool = False) -> Result:
     """Two stages of two ranks each: some parameters are sharded over a stage, some replicated.
 
     build_optimizers takes the stages' group from torchtitan's parallel dimensions.
+
+    Args:
+        one_rank_mesh: splits a stage by tensor parallelism. FSDP's mesh then has one rank, and some
+            parameters are on this mesh alone.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    names = ("pp", "fsdp", "tp")
+    mesh = init_device_mesh("cpu", (2, 1, 2) if one_rank_mesh else (2, 2, 1), mesh_dim_names=names)
     dims = SimpleNamespace(pp_enabled=True, ep_enabled=False, get_mesh=mesh.__getitem__)
     config = SimpleNamespace(
         name="AdamW", lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
@@ -220,7 +225,11 @@ def pipeline_stages() -> Result:
     mine = range(mesh["pp"].get_local_rank(), len(values), 2)
 
     def placed(value: Tensor, i: int) -> Tensor:
-        return value if i == 2 else distribute_tensor(value, mesh["fsdp"], [Shard(0)])
+        if i == 2:
+            return value
+        if one_rank_mesh and i not in (1, 4):
+            return distribute_tensor(value, mesh["fsdp", "tp"], [Shard(0), Shard(0)])
+        return distribute_tensor(value, mesh["fsdp"], [Shard(0)])
 
     part = nn.ParameterList(nn.Parameter(placed(values[i], i)) for i in mine)
     container = build_optimizers([part], config, dims)
@@ -520,7 +529,11 @@ MASTERS: dict[str, dict[str, Any]] = {
 
 def cases() -> dict[str, Callable[[], Result]]:
     if dist.get_world_size() == 4:
-        return {"unsharded": lambda: train(None), "pipeline stages": pipeline_stages}
+        return {
+            "unsharded": lambda: train(None),
+            "pipeline stages": pipeline_stages,
+            "pipeline stages, one-rank mesh": lambda: pipeline_stages(one_rank_mesh=True),
+        }
     found: dict[str, Callable[[], Result]] = {
         "unsharded": lambda: train(None),
         "process group": process_group,

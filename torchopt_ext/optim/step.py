@@ -218,7 +218,8 @@ def accumulated_norm(
         total[-1] += (moved(context.found_inf, first) != 0).sum()
     if rejects:
         reject_in(total)
-    crossing = [crosses(key, group) for key in sums if key]
+    # Leaves out meshes of one rank: their squares count once in either order.
+    crossing = [crosses(key, group) for key in sums if key and key[0].size() > 1]
     if group is not None and any(crossing) and not all(crossing):
         raise ValueError(
             "some parameters' meshes lie within process_group and some cross it, so that no order "
