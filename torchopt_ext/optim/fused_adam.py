@@ -60,12 +60,12 @@ class FusedAdam(HookedStep, PlannedStep):
             and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
         skip_nonfinite: skips a step in which any gradient is not finite.
         decoupled_weight_decay: uses the weight decay of AdamW, as in torch.optim.Adam.
-        process_group: ranks that decide norm and skip together, if DTensors do not tell. Plain
-            parameters are then disjoint shards. DTensors whose meshes lie within the group are
-            counted once (experts on meshes of their own). DTensors whose meshes have only this rank
-            in common with the group are summed over their meshes first (pipeline stages under
-            FSDP). Leave it out under DDP, whose gradients are replicated, and if no ranks outside
-            the DTensors' meshes share the norm.
+        process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
+            defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
+            within the group are counted once (experts on meshes of their own). DTensors whose
+            meshes have only this rank in common with the group are summed over their meshes first
+            (pipeline stages under FSDP). Leave it out under DDP, whose gradients are replicated,
+            and if no ranks outside the DTensors' meshes share the norm.
         master_weights: what 16-bit parameters keep. "fp32": a float32 weight in
             ``state[p]["master_weight"]``, which steps update and round to the parameter.
             "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
