@@ -1,6 +1,6 @@
 """build_optimizers: builds a container from a configuration like torchtitan's up to 0.2."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, overload
 
@@ -187,18 +187,31 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
             although neither parameters nor moments are rounded to bfloat16 or int8.
     """
     dtypes = {param.dtype for param in params if param.requires_grad}
+    for message in ineffective_on(options, dtypes).values():
+        raise ValueError(message)
+
+
+def ineffective_on(options: Mapping[str, Any], dtypes: Collection[torch.dtype]) -> dict[str, str]:
+    """Returns FusedAdamW's arguments without effect on parameters of these dtypes, and says why.
+
+    Without a dtype there are no parameters, about which it says nothing.
+    """
     if not dtypes:
-        return
+        return {}
+    messages = {}
     found = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
     master = options.get("master_weights")
-    if master and not dtypes & {torch.bfloat16, torch.float16}:
-        raise ValueError(f"master_weights has no effect: {found}, expected bfloat16 or float16")
+    if master and not {torch.bfloat16, torch.float16}.intersection(dtypes):
+        messages["master_weights"] = (
+            f"master_weights has no effect: {found}, expected bfloat16 or float16"
+        )
     kept = master in ("fp32", "remainder")  # these keep what rounding a weight would lose
-    rounded = {options.get("state_dtype")} | (set() if kept else dtypes)
+    rounded = {options.get("state_dtype")}.union(() if kept else dtypes)
     if options.get("stochastic_rounding") and not rounded & {torch.bfloat16, torch.int8}:
-        raise ValueError(
+        messages["stochastic_rounding"] = (
             f"stochastic_rounding has no effect: {found}, and nothing else is rounded to bfloat16"
         )
+    return messages
 
 
 def reject_unclipped_write_back(options: Mapping[str, Any], *, deferred: bool) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchopt_ext import containers
 from torchopt_ext.containers.build import (
     fused_options,
-    reject_ineffective,
+    ineffective_on,
     reject_unclipped_write_back,
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
@@ -62,6 +62,7 @@ _OURS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, "FusedAdamW": Fused
 _OURS_IF_FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
@@ -109,16 +110,14 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         arguments = _arguments_by_name(config)
-        for params in trainable_parameters(model_parts):
-            for name in arguments:
-                if _ours(name, config):
-                    reject_ineffective(arguments[name], params)
+        trainable_parameters(model_parts)  # rejects those that cannot be trained
         # A pattern may match in a stage on another rank.
         partial = dist.is_initialized() and dist.get_world_size() > 1
         for name in filter(lambda name: _ours(name, config), arguments):
             reject_unclipped_write_back(arguments[name], deferred=config.deferred_clipping)
             arguments[name] = with_fp32_moments(arguments[name], model_parts, partial=partial)
-        matched = _matched(model_parts, [group.pattern for group in config.param_groups])
+        matched, dtypes = _matched(model_parts, [group.pattern for group in config.param_groups])
+        _reject_ineffective(config, arguments, dtypes)
         self.model_parts = model_parts
         by_part = [
             self._built_for_part(index, config, named, arguments)
@@ -316,12 +315,37 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
     return {n: (options if n in ours else {}) | given.get(n, {}) for n in names}
 
 
+def _reject_ineffective(
+    config: Any, arguments: dict[str, dict[str, Any]], dtypes: Sequence[set[torch.dtype]]
+) -> None:
+    """Raises ValueError if an argument has no effect on any of the parameters that it is for.
+
+    Args:
+        arguments: each optimizer's arguments by name.
+        dtypes: of each group's parameters, the same on all ranks, which then raise together.
+    """
+    by_name: dict[str, set[torch.dtype]] = {}
+    for group, own in zip(config.param_groups, dtypes, strict=True):
+        if _ours(group.optimizer_name, config):
+            by_name.setdefault(group.optimizer_name, set()).update(own)
+    messages = {name: ineffective_on(arguments[name], own) for name, own in by_name.items()}
+    given = config.optimizer_factory_kwargs_by_name
+    for name in messages:
+        for option, message in messages[name].items():
+            # A field is for the optimizers of all names that do not have their own value.
+            shared = [n for n in messages if option not in given.get(n, {})]
+            names = shared if name in shared else [name]
+            if all(option in messages[n] for n in names):
+                raise ValueError(f"{', '.join(names)}: {message}")
+
+
 def _matched(
     model_parts: Sequence[nn.Module], patterns: Sequence[str]
-) -> list[list[dict[str, nn.Parameter]]]:
+) -> tuple[list[list[dict[str, nn.Parameter]]], list[set[torch.dtype]]]:
     """Returns each part's trainable parameters by name, grouped by the first matching pattern.
 
-    With several ranks, which may hold other pipeline stages, all ranks must call it.
+    It also returns the dtypes of each group's parameters in all parts on all ranks. With several
+    ranks, which may hold other pipeline stages, all ranks must call it.
     """
     compiled = [re.compile(pattern) for pattern in patterns]
     matched: list[list[dict[str, nn.Parameter]]] = []
@@ -338,27 +362,35 @@ def _matched(
             else:
                 groups[first][name] = param
         matched.append(groups)
-    missing = _missing_everywhere(
-        model_parts, [any(part[i] for part in matched) for i in range(len(patterns))]
-    )
-    if missing:
+    found = [
+        {param.dtype for part in matched for param in part[i].values()}
+        for i in range(len(patterns))
+    ]
+    dtypes = _dtypes_everywhere(model_parts, found)
+    if missing := [pattern for pattern, own in zip(patterns, dtypes, strict=True) if not own]:
         raise ValueError(
             f"param_groups patterns match no trainable parameter, or only parameters of patterns "
-            f"before them: {[patterns[i] for i in missing]}"
+            f"before them: {missing}"
         )
     if uncovered:
         raise AssertionError(f"no pattern of param_groups matches {uncovered}")
-    return matched
+    return matched, dtypes
 
 
-def _missing_everywhere(model_parts: Sequence[nn.Module], found: list[bool]) -> list[int]:
-    """Returns the indices of patterns that were found neither here nor on another rank."""
+def _dtypes_everywhere(
+    model_parts: Sequence[nn.Module], found: list[set[torch.dtype]]
+) -> list[set[torch.dtype]]:
+    """Returns the dtypes that each group's parameters have here or on another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         device = next(p.device for part in model_parts for p in part.parameters())
-        flags = torch.tensor(found, dtype=torch.int32, device=device)
+        rows = [[dtype in own for dtype in _DTYPES] for own in found]
+        flags = torch.tensor(rows, dtype=torch.int32, device=device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
-        found = flags.tolist()
-    return [index for index, anywhere in enumerate(found) if not anywhere]
+        found = [
+            {dtype for dtype, is_there in zip(_DTYPES, row, strict=True) if is_there}
+            for row in flags.tolist()
+        ]
+    return found
 
 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:

@@ -362,6 +362,40 @@ def test_bf16_states_are_rounded_and_stay_bf16() -> None:
     assert all(torch.equal(loaded[key], saved[key]) for key in moments)
 
 
+@pytest.mark.parametrize("option", [{"master_weights": "fp32"}, {"stochastic_rounding": True}])
+def test_an_option_is_judged_by_the_parameters_that_it_is_for(option: dict[str, Any]) -> None:
+    """A field is for all parts and names together, an argument of one name for its parameters."""
+    low, full = model(torch.bfloat16), model()
+    mixed, groups = nn.ModuleDict({"low": low, "full": full}), [group("^low", "Adam"), group()]
+    assert len(build(ours, [low, full], **option)) == 2
+    assert len(build(ours, mixed, *groups, **option)) == 2
+    assert len(build(ours, mixed, *groups, **{FACTORY: {"Adam": option}})) == 2
+    (name,) = option
+    with pytest.raises(ValueError, match=f"^AdamW: {name} has no effect"):
+        build(ours, mixed, *groups, **{FACTORY: {"AdamW": option}})
+    with pytest.raises(ValueError, match=f"^Adam, AdamW: {name} has no effect"):
+        build(ours, mixed.float(), *groups, **option)
+
+
+def test_pipeline_stages_judge_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that raised alone would leave the others waiting in the collective."""
+    sent: list[torch.Tensor] = []
+
+    def all_reduce(flags: torch.Tensor, op: Any) -> None:
+        sent.append(flags.clone())
+        flags.copy_(torch.stack(sent).amax(0))
+
+    monkeypatch.setattr(ours.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ours.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ours.dist, "all_reduce", all_reduce)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="master_weights has no effect"):
+            build(ours, model(), master_weights="fp32")
+    assert len(sent) == 2
+    build(ours, model(torch.bfloat16), master_weights="fp32")
+    build(ours, model(), master_weights="fp32")  # the other stage has bfloat16
+
+
 # ---- what is rejected ---------------------------------------------------------------------------
 
 FACTORY = "optimizer_factory_kwargs_by_name"
@@ -516,7 +550,8 @@ def test_parts_that_cannot_be_trained_are_rejected() -> None:
 
 def test_a_frozen_pipeline_stage_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the other stages would wait for this stage's share of the norm."""
-    monkeypatch.setattr(ours, "_missing_everywhere", lambda *_: [])  # other stages have parameters
+    # Other stages have parameters.
+    monkeypatch.setattr(ours, "_dtypes_everywhere", lambda *_: [{torch.float32}])
     container = build(ours, model().requires_grad_(False), *SEVERAL[:1], deferred_clipping=True)
     schedule = ours.LRSchedulersContainer.Config(warmup_steps=0)
     assert len(schedule.build(optimizers=container, training_steps=2)) == 1
