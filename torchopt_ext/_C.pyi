@@ -69,16 +69,14 @@ def sum_gradients(
 def gradients_fit(params: list[Tensor], marks: list[TensorMark | None]) -> bool:
     """Whether every parameter's gradient fits its mark; that without a mark is to be None."""
 
-def all_fit(marks: list[TensorMark], tensors: list[Tensor | None]) -> bool:
-    """Whether every tensor fits its mark; None fits no mark."""
-
 class OptimizerPlan:
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
         # Parameter; local parameter, moments (None without amsgrad), master (or None) and step;
-        # group, name, part; place (optim/storage.py); whether they are copy and, as master, weight
+        # group, name, number, part; place (optim/storage.py); whether they are copy and, as master,
+        # weight
         params: Sequence[tuple[Any, ...]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],

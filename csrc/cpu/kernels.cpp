@@ -50,33 +50,25 @@ template <AdamKind kKind>
 using TailLane = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane,
                                     ScalarLane<typename MainLane<kKind>::scalar>>;
 
-// Updates whole groups (8-bit moments). Specialized kernels leave rows with a short group to kInt8.
-template <AdamKind kKind, class Trace>
-void quantized_step(const TensorScalars& scalars, const TensorWork& work,
-                    const StepOptions& options, int64_t begin, int64_t end, Trace&& trace) {
-  constexpr bool kIsGeneral = is_general(kKind);
-  if constexpr (!kIsGeneral) {
-    if (work.row_length % kQuantGroup != 0) {
-      quantized_step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
-      return;
-    }
-  }
-  const Layout layout = known_layout<kKind>(work.layout);
-  const StepMode mode = known_mode<kKind>(options, layout);
-  const RoundingKey key = mode.rounds ? rounding_key(options, work) : RoundingKey{};
-  quantized_loop<WideLane, /*kWhole=*/!kIsGeneral>(scalars.as_float, layout, mode, work, begin, end,
-                                                   key, trace);
-}
-
+// Updates elements [begin, end); with 8-bit moments whole groups. Specialized kernels for 8-bit
+// moments leave rows with a short group to kInt8.
 template <AdamKind kKind, class Trace>
 void step(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
           int64_t begin, int64_t end, Trace&& trace) {
+  const Layout layout = known_layout<kKind>(work.layout);
+  StepMode mode = known_mode<kKind>(options, layout);
   if constexpr (is_quantized(kKind)) {
-    quantized_step<kKind>(scalars, work, options, begin, end, trace);
+    if constexpr (!is_general(kKind)) {
+      if (work.row_length % kQuantGroup != 0) {
+        step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
+        return;
+      }
+    }
+    const RoundingKey key = mode.rounds ? rounding_key(options, work) : RoundingKey{};
+    quantized_loop<WideLane, /*kWhole=*/!is_general(kKind)>(scalars.as_float, layout, mode, work,
+                                                            begin, end, key, trace);
   } else {
     using L = MainLane<kKind>;
-    const Layout layout = known_layout<kKind>(work.layout);
-    StepMode mode = known_mode<kKind>(options, layout);
     mode.past_caches = layout.master == Master::kFloat32 && options.past_caches;
     const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
         __attribute__((always_inline)) {

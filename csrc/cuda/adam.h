@@ -86,8 +86,8 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
 
 // Returns the random bits of a register of elements from i on.
 template <class L>
-TORCHOPT_HD inline typename L::Random random_bits_at(const TensorWork& work, const RoundingKey& key,
-                                                     int64_t i) {
+TORCHOPT_HD inline typename L::Random random_bits_by_element(const TensorWork& work,
+                                                             const RoundingKey& key, int64_t i) {
   typename L::Random random;
   RoundingStream stream{};
   uint64_t upper = ~uint64_t{0};
@@ -144,7 +144,7 @@ struct AdamChunk {
   template <class L>
   TORCHOPT_HD void update(const L& lane, int i) const {
     if (mode.rounds) {
-      const auto random = random_bits_at<L>(work, rounding_key(options, work), begin + i);
+      const auto random = random_bits_by_element<L>(work, rounding_key(options, work), begin + i);
       adam_step(lane, scalars, layout, mode, x, i, &random);
     } else {
       adam_step(lane, scalars, layout, mode, x, i, static_cast<const typename L::Random*>(nullptr));

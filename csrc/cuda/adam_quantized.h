@@ -16,8 +16,8 @@ namespace {
 // Returns the random bits of elements [i, i + L::width), counted from the element with this number.
 // All elements use `stream`.
 template <class L>
-TORCHOPT_HD inline typename L::Random random_bits_from(const RoundingStream& stream,
-                                                       uint64_t number, int i) {
+TORCHOPT_HD inline typename L::Random random_bits_of_group(const RoundingStream& stream,
+                                                           uint64_t number, int i) {
   typename L::Random random;
   unrolled<L::width>([&](int k) {
     random.element[k] = random_words<ScalarWords>(
@@ -163,7 +163,7 @@ struct QuantizedChunk {
         are_all_aligned_at(elements.layout, elements.x, kThreadElements, begin)) {
       const int i = member * kThreadElements;
       if (draws) {
-        const auto drawn = random_bits_from<Share>(stream, number, i);
+        const auto drawn = random_bits_of_group<Share>(stream, number, i);
         whole(&drawn, begin + i);
       } else {
         whole(static_cast<const typename Share::Random*>(nullptr), begin + i);
@@ -173,7 +173,7 @@ struct QuantizedChunk {
     unrolled<kThreadElements>([&](int k) {
       const int i = member + k * kGroupThreads;
       if (i < size && draws) {
-        const auto drawn = random_bits_from<One>(stream, number, i);
+        const auto drawn = random_bits_of_group<One>(stream, number, i);
         single(&drawn, begin + i, k);
       } else if (i < size) {
         single(static_cast<const typename One::Random*>(nullptr), begin + i, k);

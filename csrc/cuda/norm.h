@@ -246,8 +246,9 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
 }
 
 // A block of threads sums chunks in shared memory, then adds the sum to the accumulator by integer
-// atomics, whose order does not matter. A warp adds at most two numbers for each element. It would
-// need carries in between from 2**29 elements per warp on, more than any GPU's memory has.
+// atomics, whose order does not matter. A warp adds at most two numbers for each element. A
+// block adds up eight warps. It would need carries in between from 2**27 elements per warp on, more
+// than any GPU's memory has.
 template <class Cta, int kTensors>
 TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
                                   const GradientsOf<kTensors>& gradients) {

@@ -189,9 +189,6 @@ std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups) {
 void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& args,
                     const Traces& traces, c10::cuda::CUDAStream stream) {
   keep_with_graph(std::make_shared<Traces>(traces), stream);
-  if (tables.first_of_tensor.empty()) {
-    tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
-  }
   const auto tensors = static_cast<int64_t>(work.tensors.size());
   const auto chunks = static_cast<int64_t>(work.chunks.size());
   const TraceArgs to{tables.first_of_tensor.address<const int64_t>(stream),
@@ -217,8 +214,15 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
   CudaTables& tables = tables_of(work, stream);
+  // All allocations come before the step counts advance.
   if (tables.steps.empty()) {
     tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
+  }
+  if (tables.chunks.empty() && !work.chunks.empty()) {
+    fill_chunks(work, tables, stream);
+  }
+  if (work.options.track != 0 && tables.first_of_tensor.empty()) {
+    tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
   }
   AdamArgs args{};
   args.tensors = tables.tensors.address<const TensorWork>(stream);
@@ -230,9 +234,6 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
                    [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
   }
   if (!work.chunks.empty()) {
-    if (tables.chunks.empty()) {
-      fill_chunks(work, tables, stream);
-    }
     args.chunks = tables.chunks.address<const Chunk>(stream);
   }
   if (work.options.track != 0) {

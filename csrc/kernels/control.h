@@ -125,7 +125,8 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
     control.lr_factor = scheduled_lr_factor(control);
   }
   // If 1 / scale overflows a float, unscaling would turn finite gradients into infinities.
-  const bool unscales = inverse <= static_cast<double>(largest_finite<float>);
+  const auto largest = static_cast<double>(largest_finite<float>);
+  const bool unscales = inverse <= largest && inverse >= -largest;
   const bool nonfinite = !(total <= largest_finite<double>) || !unscales;
   const bool skip = scaler_says_skip || (nonfinite && control.skip_nonfinite != 0.0) ||
                     (!unscales && grad_scale != nullptr);

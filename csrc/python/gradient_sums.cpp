@@ -64,15 +64,4 @@ bool gradients_fit(const py::list& params, const Marks& marks) {
   return true;
 }
 
-bool all_fit(const Marks& marks, const py::list& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == marks.size(), "there are ", marks.size(), " marks for ",
-                    tensors.size(), " tensors");
-  for (size_t i = 0; i < marks.size(); ++i) {
-    if (py::handle(tensors[i]).is_none() || !marks[i]->fits(tensor_at(tensors, i))) {
-      return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace torchopt_ext

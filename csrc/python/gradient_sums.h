@@ -56,7 +56,4 @@ Marks sum_gradients(const pybind11::list& like, const std::optional<pybind11::li
 // Whether every parameter's gradient fits its mark. A null mark fits only an absent gradient.
 bool gradients_fit(const pybind11::list& params, const Marks& marks);
 
-// Whether every tensor fits its mark; None fits no mark.
-bool all_fit(const Marks& marks, const pybind11::list& tensors);
-
 }  // namespace torchopt_ext

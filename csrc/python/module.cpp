@@ -99,7 +99,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sum_gradients", sum_gradients, py::arg("like"), py::arg("gradients"),
         py::arg("accumulator"));
   m.def("gradients_fit", gradients_fit, py::arg("params"), py::arg("marks"));
-  m.def("all_fit", all_fit, py::arg("marks"), py::arg("tensors"));
   py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(enable_gc))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),

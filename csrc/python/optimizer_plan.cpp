@@ -88,12 +88,12 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto& [param, local, group, name, part, place, copied] = params[i];
+    const auto& [param, local, group, name, number, part, place, copied] = params[i];
     const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
     entry.group = group;
     entry.name = name;
-    entry.position = i;
+    entry.position = number;
     entry.place = {index, first_element, run, stride};
     entry.copied = copied;
     for (size_t k = 0; k < local.size(); ++k) {

@@ -31,9 +31,10 @@ class OptimizerPlan {
 
   // A parameter with its state as Python objects: the optimizer's parameter (a DTensor, a wrapper
   // subclass, or the local tensor itself) and the local tensors in the order of Array
-  // (kernels/tensor_work.h), None where absent. Then its group, its name, its part (parameters of a
-  // part share a device and the ranks that sum their norm), StepPlan::Place and Entry::copied.
-  using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t,
+  // (kernels/tensor_work.h), None where absent. Then its group, its name and its number for
+  // messages, its part (parameters of a part share a device and the ranks that sum their norm),
+  // StepPlan::Place and Entry::copied.
+  using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t, size_t,
                            std::tuple<uint32_t, int64_t, int64_t, int64_t>, bool>;
 
   // `idle`: parameters without state. `local_gradients(params)` returns the local gradients of

@@ -111,6 +111,16 @@ TEST(Control, AScalersTensorsLeaveTheBlocksScaleAlone) {
   EXPECT_EQ(control.loss_scale, 8.0);
 }
 
+TEST(Control, AScaleThatCannotUnscaleSkipsTheStep) {
+  for (const float scale :
+       {0.0f, -0.0f, 1e-40f, -1e-40f, std::numeric_limits<float>::quiet_NaN()}) {
+    Control control = scaler(8, 2, 1);
+    control_update(control, 1.0, &scale, nullptr);
+    EXPECT_EQ(control.skip, 1.0) << scale;
+    EXPECT_EQ(control.found_inf, 1.0) << scale;
+  }
+}
+
 TEST(Control, AWarpDecidesAsTheCpuDoes) {
   Control expected = scaler(8, 2, 1);
   expected.max_grad_norm = 1.0;

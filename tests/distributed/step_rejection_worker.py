@@ -171,26 +171,33 @@ def of_ours(base: str, where: str, fault: str) -> Result:
 
 
 def known_later() -> Result:
-    """Steps as on a GPU, where rank 0 learns of the rejection only after its step."""
+    """Steps as on a GPU, where rank 0 learns of the rejection only in its next step."""
     params = parameters()
     group = dist.new_group()
     optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=group)
+    optimizer.set_loss_scale(8.0)
     before = content(optimizer)
     give_gradients(params, 0)
-    end = SimpleNamespace(query=lambda: True)
+    answers = iter([False])  # not known at the end of the rejected step
+    end = SimpleNamespace(query=lambda: next(answers, True))
     with (
         mock.patch.object(rejection.Verdict, "is_known", return_value=False),
         mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
     ):
-        if dist.get_rank() == 1:
+        if rejects := dist.get_rank() == 1:
             found = outcome(spoil(optimizer, params, "sparse"))
         else:
             optimizer.step()
-            found = outcome(optimizer.step)
-        found["changed"] = difference(content(optimizer), before)
-    give_gradients(params, 1)
-    optimizer.step()
-    return found | {"went on": difference(content(optimizer), before) != ""}
+        changed = difference(content(optimizer), before)
+        give_gradients(params, 1)
+        if rejects:
+            optimizer.step()
+        else:
+            found = outcome(optimizer.step)  # makes the step, then raises
+    names = ("steps", "skipped_steps", "loss_scale", "grad_norm")
+    control = [float(getattr(optimizer.control, name)).hex() for name in names]
+    went_on = difference(content(optimizer), before) != ""
+    return found | {"changed": changed, "went on": went_on, "control": control}
 
 
 def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> Result:

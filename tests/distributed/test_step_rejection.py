@@ -31,5 +31,8 @@ def test_all_ranks_raise_and_go_on(run_two_ranks: Callable[[str], Results]) -> N
         )
         if not fine:
             wrong[name] = both
+    control = other_rank["later"]["control"]
+    assert control == rejecting_rank["later"]["control"]
+    assert [float.fromhex(field) for field in control[:3]] == [2.0, 1.0, 4.0]
     assert len(other_rank) > 20
     assert not wrong

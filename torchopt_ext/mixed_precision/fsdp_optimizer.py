@@ -240,6 +240,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.zero_grad()
         if skipped is None:
             self._unlogged = sent_to_host(base.control.skip)
+            base.verdict.check()  # about earlier steps
             return None
         log_if(skipped)
         return not skipped

@@ -156,7 +156,6 @@ class MasterWeights(Controlled):
             RuntimeError: a gradient or parameter does not fit, on this rank or on a rank that
                 shares the norm; names it. Nothing is changed.
         """
-        self.verdict.check()
         agreement, optim = Agreement(), self.optim
         try:
             table = self._collect()
@@ -219,8 +218,7 @@ class MasterWeights(Controlled):
             agreement.pending = False
             return
         total = accumulated_norm([self], ALONE, agreement)
-        for device in self.devices:
-            ops.control_update_(self._block(device)[0], total[device], moved(scale, device))
+        self.update_control(total, StepContext(grad_scale=scale, check_overflow=True))
 
     def _hand_over(self, table: _Table, device: torch.device, wide: list[int]) -> None:
         """Gives masters unscaled and clipped gradients, and releases the parameters' gradients.

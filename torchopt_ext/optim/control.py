@@ -13,7 +13,7 @@ from torchopt_ext import ops
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import NormPart, is_captured
+from torchopt_ext.optim.local import NormPart, is_captured, moved
 from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
@@ -313,13 +313,43 @@ class Controlled:
             for name, value in _as_stored(fields).items():
                 control[CONTROL_FIELDS.index(name)] = value
 
-    def _begin_step(self, context: StepContext, with_norm: bool) -> None:
+    def _begin_step(self, context: StepContext) -> None:
         """Lets an overflow skip the step, also if a scaler or loss scale asks for it."""
-        self._norm_measured = with_norm
         skip = context.check_overflow or self.skips_overflow
         if skip is not self._written_skip:
             self._written_skip = None if is_captured() else skip  # a capture writes nothing yet
             self._write_control({"skip_nonfinite": skip})
+
+    def update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
+        """Decides about a step on every device, given all squares by device (empty: no norm)."""
+        for device in self.devices:
+            control, accumulator = self._block(device)
+            accumulated = total[device] if total else accumulator.zero_()
+            ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
+
+    def count_rejected(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
+        """Counts a step that this rank rejects as other ranks' GPUs do: as one that overflowed."""
+        self.update_control(total, context._replace(found_inf=torch.ones(1), agreed=True))
+
+    def _scaler_tensors(
+        self, context: StepContext, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the context's grad_scale and found_inf on ``device``.
+
+        Raises:
+            RuntimeError: ranks that hold plain shards of the gradients would decide differently:
+                torch.amp.GradScaler reduces its flag over the mesh of DTensor gradients, but its
+                flag of plain tensors covers one rank only.
+        """
+        scale, found_inf = context.grad_scale, context.found_inf
+        if found_inf is not None:
+            if self.process_group is not None and not (context.agreed or context.check_overflow):
+                raise RuntimeError(
+                    "torch.amp.GradScaler keeps the overflow flag of plain tensors to one rank, so "
+                    "ranks of a process_group would decide differently: use torchopt_ext.GradScaler"
+                )
+            found_inf = moved(found_inf, device)
+        return None if scale is None else moved(scale, device), found_inf
 
     def wants_norm(self, context: StepContext) -> bool:
         """Returns whether a step measures the gradients' norm or checks that they are finite."""

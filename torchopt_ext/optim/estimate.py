@@ -239,7 +239,7 @@ class _Share:
     elements: Counter[_Kind] = field(default_factory=Counter)
     tensors: int = 0
     groups: int = 0  # groups of elements whose moments share scales
-    small: Counter[_Kind] = field(default_factory=Counter)  # elements of small tensors
+    small: Counter[_Kind] = field(default_factory=Counter)  # elements not measured in backward
 
     def add(self, param: Tensor, elements: int, first: int = 0) -> None:
         """Adds ``elements`` elements of a parameter, from ``first`` on, where a group begins."""
@@ -248,7 +248,7 @@ class _Share:
         self.tensors += 1
         if kind[1]:
             self.groups += groups_before(param, first + elements) - groups_before(param, first)
-        if elements * param.dtype.itemsize < MEASURED_BYTES:
+        if param.is_complex() or elements * param.dtype.itemsize < MEASURED_BYTES:
             self.small[kind] += elements
 
 

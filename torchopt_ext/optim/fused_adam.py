@@ -235,7 +235,8 @@ class FusedAdam(HookedStep, PlannedStep):
                     f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
                     f"Use torch.optim for the other implementations."
                 )
-            for number, (name, param) in enumerate(named):
+            first = len(params_of(self)) - len(named)
+            for number, (name, param) in enumerate(named, first):
                 if param.requires_grad:  # a frozen parameter is checked with its first gradient
                     self._check_param(param, name or number)
         except (TypeError, ValueError):
@@ -374,6 +375,8 @@ class FusedAdam(HookedStep, PlannedStep):
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
             "_loaded_from_itself": self._loaded_from_itself,
+            "first_parameter_number": self.first_parameter_number,
+            "parameter_names": self.parameter_names,
             "_digests": self._seen_digests(),
             "verdict": self.verdict,
             "norm_in_backward": self.norm_in_backward,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext._C import TensorMark, all_fit, gradients_fit, sum_gradients
+from torchopt_ext._C import TensorMark, gradients_fit, sum_gradients
 from torchopt_ext._torch import call_at_end_of_backward, graph_task, is_dtensor, local_shard
 from torchopt_ext.optim.local import (
     NormKey,
@@ -250,12 +250,11 @@ class NormInBackward:
         if self._stale or not self._measured or is_captured():
             return NOTHING
         params = list(self._measured.values())
-        sharded = [self._measured[key] for key in self._shard_marks]
-        shards = [_shard(param, param.grad) for param in sharded]
-        if not (
-            gradients_fit(params, list(map(self._marks.get, self._measured)))
-            and all_fit(list(self._shard_marks.values()), shards)
-        ):
+        fit = gradients_fit(params, list(map(self._marks.get, self._measured)))
+        for key, mark in self._shard_marks.items():
+            shard = _shard(param := self._measured[key], param.grad)
+            fit = fit and shard is not None and mark.fits(shard)
+        if not fit:
             self._stale = True
             self._warn()
             return NOTHING

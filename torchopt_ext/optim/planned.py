@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext import ops
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormPart, moved, params_of
+from torchopt_ext.optim.local import NormPart, params_of
 from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
@@ -144,7 +143,7 @@ class PlannedStep(Controlled, Optimizer):
         shared = with_norm and reduced
         if device is None or shared or context.agreement is not None:
             return False
-        self._begin_step(context, with_norm)
+        self._begin_step(context)
         control, accumulator = self._block(device)
         grad_scale, found_inf = self._scaler_tensors(context, device)
         known = self._known_of(built) if with_norm else NOTHING
@@ -152,6 +151,7 @@ class PlannedStep(Controlled, Optimizer):
             *(self.param_groups, self.state, control, accumulator, with_norm),
             *(grad_scale, found_inf, known.positions, known.squares.get((device, ()), ())),
         ):
+            self._norm_measured = with_norm
             return True
         self._rebuild()
         return again and self.local_step(context, again=False)
@@ -193,32 +193,10 @@ class PlannedStep(Controlled, Optimizer):
         """Updates control and runs pass B, given all squares by device (empty without a norm)."""
         assert self._built is not None, "collect() comes first"
         plan, parts, *_ = self._built
-        self._begin_step(context, bool(total))
-        for device in self.devices:
-            control, accumulator = self._block(device)
-            accumulated = total[device] if total else accumulator.zero_()
-            ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
+        self._begin_step(context)
+        self.update_control(total, context)
+        self._norm_measured = bool(total)
         plan.update([self._block(device)[0] for device, _ in parts])
-
-    def _scaler_tensors(
-        self, context: StepContext, device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the context's grad_scale and found_inf on ``device``.
-
-        Raises:
-            RuntimeError: ranks that hold plain shards of the gradients would decide differently:
-                torch.amp.GradScaler reduces its flag over the mesh of DTensor gradients, but its
-                flag of plain tensors covers one rank only.
-        """
-        scale, found_inf = context.grad_scale, context.found_inf
-        if found_inf is not None:
-            if self.process_group is not None and not (context.agreed or context.check_overflow):
-                raise RuntimeError(
-                    "torch.amp.GradScaler keeps the overflow flag of plain tensors to one rank, so "
-                    "ranks of a process_group would decide differently: use torchopt_ext.GradScaler"
-                )
-            found_inf = moved(found_inf, device)
-        return None if scale is None else moved(scale, device), found_inf
 
     def _forget_plan(self) -> None:
         if self._built is not None:

@@ -168,8 +168,6 @@ def _fit_quantized(
     group: dict[str, Any], param: Tensor, state: dict[str, Any], what: str
 ) -> tuple[str, ...]:
     """Replaces codes and scales that the plan cannot use; returns the moments' names."""
-    if group["amsgrad"]:
-        raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
     moments = moments_of(group)
     for name in (*moments, *SCALES):
         if found := quantized_problem(name, state.get(name), param):
@@ -234,13 +232,16 @@ def build_plan(
             stepped.append((number, index, group, name, param, state))
         else:
             idle.append(param)
-    for position, (_, _, _, name, param, state) in enumerate(stepped):
-        reject_incomplete(_called(name, position), state)
+    for number, _, group, name, param, state in stepped:
+        what = _called(name, number - first)
+        reject_incomplete(what, state)
+        if group["amsgrad"] and storage.quantizes(param):
+            raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
         _fit_kind(param, state, storage)
     init_param_states([(group, param, state) for _, _, group, _, param, state in stepped], storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
-    for position, (_, _, group, name, param, state) in enumerate(stepped):
-        _fit_state(group, param, state, storage, _called(name, position))
+    for number, _, group, name, param, state in stepped:
+        _fit_state(group, param, state, storage, _called(name, number - first))
         by_device.setdefault(local_tensor(param).device, []).append(state)
     for states in by_device.values():
         packed_steps(states)
@@ -260,7 +261,7 @@ def build_plan(
             place = place_of(number, param) if counted else (number, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
         arrays = (weight, *tensors, state["step"])
-        rows.append((param, arrays, index, name, part, place, copy is not None))
+        rows.append((param, arrays, index, name, number - first, part, place, copy is not None))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,

@@ -35,8 +35,6 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     """
     # No torch context managers here: they take a thirtieth of a step over 2,000 small tensors.
     agreement = context.agreement
-    if agreement is None:
-        optimizers[0].verdict.check()
     if is_captured():
         _warn_of_fixed_lr(optimizers)
     if context.found_inf is not None and context.grad_scale is None:
@@ -55,6 +53,9 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         raise
     finally:
         _end_use(optimizers)
+    if context.agreement is None:
+        # Only now: the rank that rejected an earlier step takes part in this one.
+        optimizers[0].verdict.check()
 
 
 def _warn_of_fixed_lr(optimizers: Sequence[PlannedStep]) -> None:
@@ -131,7 +132,6 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     Raises:
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm.
     """
-    optimizers[0].verdict.check()
     agreement = Agreement()
     context = StepContext(agreement=agreement)  # the ranks wait for each other even without a norm
     _begin_use(optimizers)
@@ -153,12 +153,9 @@ def _unless_rejected(
     optimizers: Sequence[Controlled], total: dict[torch.device, Tensor], context: StepContext
 ) -> StepContext:
     """Lets a GPU skip a step that another rank rejects; on the CPU :class:`Verdict` has raised."""
-    first = optimizers[0]
-    accumulator = next(iter(total.values()))
-    alone = first.process_group is None and not any(key for o in optimizers for _, key in o.parts)
-    if alone or first.verdict.is_known(accumulator):
+    if _knows_verdict(optimizers, total):
         return context
-    skip = is_rejected(accumulator)
+    skip = is_rejected(next(iter(total.values())))
     if context.found_inf is not None:
         skip += moved(context.found_inf, skip.device).reshape(())
     return context._replace(found_inf=skip, agreed=True)
@@ -171,7 +168,16 @@ def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Ag
         return  # the ranks exchanged the norm before the step, so none waits
     if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
-            accumulated_norm(optimizers, context, agreement, rejects=True)
+            total = accumulated_norm(optimizers, context, agreement, rejects=True)
+            for optimizer in () if _knows_verdict(optimizers, total) else optimizers:
+                optimizer.count_rejected(total, context)
+
+
+def _knows_verdict(optimizers: Sequence[Controlled], total: dict[torch.device, Tensor]) -> bool:
+    """Returns whether no other rank takes part in a step, or a rejection has raised already."""
+    first = optimizers[0]
+    alone = first.process_group is None and not any(key for o in optimizers for _, key in o.parts)
+    return alone or first.verdict.is_known(next(iter(total.values())))
 
 
 def accumulated_norm(

@@ -330,10 +330,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Reads checkpoint folders as torch's FileSystemReader does, but runs no code of the files.
+    """Reads checkpoint folders as torch's FileSystemReader does, but runs no code of ``.metadata``.
 
-    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does. The
-    metadata is kept, because a load asks for it several times.
+    ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does, but
+    torch's planner unpickles values that are not tensors, which may run code. The metadata is kept,
+    because a load asks for it several times.
     """
 
     _read: tuple[Any, Metadata] | None = None

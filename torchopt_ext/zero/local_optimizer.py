@@ -15,9 +15,10 @@ from torch import Tensor
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import collective, fail_together, wait
-from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights
@@ -207,5 +208,8 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
         if agreement.pending:
             total = ops.new_accumulator(zero._default_device) if with_norm else None
             agree(zero, agreement, rejects=True, total=total)
+            if total is not None and not zero.verdict.is_known(total):
+                devices = fused(zero).devices
+                fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.parts.send_updates)

@@ -454,6 +454,17 @@ def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> N
     assert change == "double" or module.weight.equal(other.weight)
 
 
+def test_amsgrad_switched_on_beside_8_bits_leaves_no_state() -> None:
+    (p,) = params(torch.float32, (3, 70))
+    p.grad = torch.ones_like(p)
+    optimizer = FusedAdamW([p], state_dtype="int8")
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="parameter 0 has 8-bit moments, which amsgrad does not"):
+        optimizer.step()
+    assert "max_exp_avg_sq" not in optimizer.state[p]
+
+
 def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
     (p,) = params(torch.float32, (3, 70))
     p.grad = torch.ones_like(p)

@@ -58,6 +58,18 @@ def test_refused_tensors(kind: str) -> None:
     assert bits(good) == before
 
 
+def test_parameters_without_names_are_numbered_over_all_groups() -> None:
+    params = make_params()
+    params[0].requires_grad_(False)  # has no state
+    optimizer = OURS["AdamW"]([{"params": params[:1]}, {"params": params[1:]}])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    with pytest.raises(RuntimeError, match="gradient 1 has layout Sparse"):
+        optimizer.step()
+    late = nn.Parameter(torch.ones(2).to_sparse())
+    with pytest.raises(TypeError, match=f"parameter {len(params)} of "):
+        optimizer.add_param_group({"params": [late]})
+
+
 @pytest.mark.parametrize("kind", BAD_GRADIENTS)
 def test_refused_gradients(kind: str) -> None:
     """Nothing changes, and later steps are as if the refused step had not been tried."""

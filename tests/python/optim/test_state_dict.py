@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchopt_ext.containers import OptimizersContainer
+
 from .subject import (
     OURS,
     TORCH,
@@ -103,6 +105,16 @@ def test_deepcopy_with_the_model() -> None:
     train([optimizer], [list(model.parameters())], 2)
     train([other], [list(other_model.parameters())], 2)
     assert_same_bits(model.parameters(), other_model.parameters())
+
+
+def test_copies_keep_numbers_and_names_of_a_container() -> None:
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    container = OptimizersContainer(parts, OURS["AdamW"], {"lr": 0.1})
+    second = container.optimizers[1]
+    for other in (deepcopy(second), pickle.loads(pickle.dumps(second))):
+        assert other.first_parameter_number == second.first_parameter_number == 2
+        own = other.param_groups[0]["params"]
+        assert [other.parameter_names[p] for p in own] == list(second.parameter_names.values())
 
 
 def test_copies_keep_clipping() -> None:
