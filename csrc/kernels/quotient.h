@@ -28,8 +28,8 @@ struct QuotientConstants {
   typename L::reg rest = L::set1_in_register(0x1.8ba59p-2f);  // 3/4 * (center^2 - half_width^2)
 };
 
-// Returns a - m / (kQuotientScale * d) for a normal d, and NaN if d is NaN. Only a positive d may be
-// larger than kLargestDivisor.
+// Returns a - m / (kQuotientScale * d) for a normal d, and NaN if d is NaN. Only a positive d may
+// be larger than kLargestDivisor.
 template <class L, class R = typename L::reg>
 [[gnu::always_inline]] TORCHOPT_HD inline R subtract_quotient(const QuotientConstants<L>& constants,
                                                               R a, R m, R d) {
