@@ -364,8 +364,10 @@ class FusedAdam(HookedStep, PlannedStep):
         return portable
 
     def _portable_state(self) -> dict[str, Any]:
+        of_container = ("first_parameter_number", "parameter_names")
+        own = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__()
-        return portable | {
+        return portable | own | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": self._storage,
             "_fp32_moments": self._fp32_moments,
@@ -375,8 +377,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
             "_loaded_from_itself": self._loaded_from_itself,
-            "first_parameter_number": self.first_parameter_number,
-            "parameter_names": self.parameter_names,
             "_digests": self._seen_digests(),
             "verdict": self.verdict,
             "norm_in_backward": self.norm_in_backward,
