@@ -160,23 +160,48 @@ def common_arguments(config: Any) -> dict[str, Any]:
 
 
 def fused_options(config: Any) -> dict[str, Any]:
-    """Returns a configuration's arguments of FusedAdamW. A dtype may be given by its name.
+    """Returns a configuration's arguments of FusedAdamW, as :func:`read_options`.
 
     Raises:
         ValueError: `rounding_seed` lacks `stochastic_rounding`, or `fp32_moments` 8-bit moments.
     """
-    options = {name: value for name in _OPTIONS if (value := getattr(config, name, None))}
-    if "rounding_seed" in options and "stochastic_rounding" not in options:
-        raise ValueError("rounding_seed has no effect without stochastic_rounding")
+    options = read_options(config)
+    for message in ineffective_alone(options).values():
+        raise ValueError(message)
+    return options
+
+
+def read_options(config: Any) -> dict[str, Any]:
+    """Returns the arguments of FusedAdamW in a configuration or mapping, except unset ones.
+
+    A dtype may be given by its name. The default of `fp32_moments` only counts with 8-bit moments.
+    """
+    given = {
+        name: config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        for name in (*_OPTIONS, "fp32_moments")
+    }
+    chosen = given.pop("fp32_moments")
+    options = {name: value for name, value in given.items() if value}
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
-    chosen = getattr(config, "fp32_moments", None)
-    if chosen is not None and is_8_bit(options.get("state_dtype")):
+    eight_bits = is_8_bit(options.get("state_dtype"))
+    if chosen is not None and (eight_bits or list(chosen) != list(EMBEDDINGS)):
         options["fp32_moments"] = chosen
-    elif chosen is not None and list(chosen) != list(EMBEDDINGS):
-        raise ValueError(f"fp32_moments has no effect without state_dtype='int8', found {chosen!r}")
     return options
+
+
+def ineffective_alone(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns FusedAdamW's arguments without effect because another is missing, and says why."""
+    messages = {}
+    if options.get("rounding_seed") and not options.get("stochastic_rounding"):
+        messages["rounding_seed"] = "rounding_seed has no effect without stochastic_rounding"
+    if "fp32_moments" in options and not is_8_bit(options.get("state_dtype")):
+        messages["fp32_moments"] = (
+            "fp32_moments has no effect without state_dtype='int8', found "
+            f"{options['fp32_moments']!r}"
+        )
+    return messages
 
 
 def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) -> None:

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from torchopt_ext import containers
 from torchopt_ext.containers.build import (
-    fused_options,
+    ineffective_alone,
     ineffective_on,
+    read_options,
     reject_unclipped_write_back,
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
@@ -286,7 +287,7 @@ def _ours(name: str, config: Any) -> type[FusedAdam] | None:
 
 
 def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
-    """Returns each optimizer's arguments except groups. Rejects settings without effect."""
+    """Returns each optimizer's arguments except groups. Rejects what concerns no optimizer."""
     known = (*_FUSED, "foreach", "for-loop")
     if config.implementation not in known:
         raise AssertionError(f"implementation is {config.implementation!r}, expected {known}")
@@ -297,7 +298,7 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
             f"optimizer_factory_kwargs_by_name has {sorted(unused)}, but the param_groups name "
             f"{list(names)} only"
         )
-    options = fused_options(config)
+    options = read_options(config)
     if config.implementation == _BF16_STATES:
         options = {"state_dtype": torch.bfloat16} | options
         if options["state_dtype"] != torch.bfloat16:
@@ -312,13 +313,15 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"implementation {config.implementation!r} would have no effect on {list(names)}"
         )
-    return {n: (options if n in ours else {}) | given.get(n, {}) for n in names}
+    own = {name: given.get(name, {}) for name in names}
+    # Keeps what read_options leaves out: arguments like amsgrad, and a threshold of 0.
+    return own | {name: own[name] | read_options(options | own[name]) for name in ours}
 
 
 def _reject_ineffective(
     config: Any, arguments: dict[str, dict[str, Any]], dtypes: Sequence[set[torch.dtype]]
 ) -> None:
-    """Raises ValueError if an argument has no effect on any of the parameters that it is for.
+    """Raises ValueError if an argument has no effect on any of the optimizers that it is for.
 
     Args:
         arguments: each optimizer's arguments by name.
@@ -328,7 +331,10 @@ def _reject_ineffective(
     for group, own in zip(config.param_groups, dtypes, strict=True):
         if _ours(group.optimizer_name, config):
             by_name.setdefault(group.optimizer_name, set()).update(own)
-    messages = {name: ineffective_on(arguments[name], own) for name, own in by_name.items()}
+    messages = {
+        name: ineffective_alone(arguments[name]) | ineffective_on(arguments[name], own)
+        for name, own in by_name.items()
+    }
     given = config.optimizer_factory_kwargs_by_name
     for name in messages:
         for option, message in messages[name].items():

@@ -293,7 +293,7 @@ def test_every_option_reaches_the_optimizer(by_name: bool) -> None:
         "max_grad_norm": 0.5,
         "skip_nonfinite": True,
         "master_weights": "remainder",
-        "state_dtype": torch.bfloat16 if by_name else "bfloat16",
+        "state_dtype": "bfloat16",
         "stochastic_rounding": False,
         "write_back_gradients": True,
         "track": ["norms"],
@@ -318,6 +318,24 @@ def test_every_option_reaches_the_optimizer(by_name: bool) -> None:
     part.lm_head.weight.grad[0, 0] = math.nan
     container.step()
     assert all(map(torch.equal, before, part.parameters()))
+
+
+def test_arguments_of_a_name_and_fields_complete_each_other() -> None:
+    """Each option has an effect on one of the two optimizers, although not on both."""
+    part = nn.ModuleDict({"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 9)})
+    rounding = {"state_dtype": "int8", "stochastic_rounding": True}
+    other = {"rounding_seed": 3, "fp32_moments": []}
+    without = {"state_dtype": "float32", "stochastic_rounding": False}
+    for fields in (
+        {FACTORY: {"AdamW": rounding | other}},
+        {FACTORY: {"AdamW": rounding}} | other,
+        {FACTORY: {"Adam": without}} | rounding | other,
+    ):
+        container = build(ours, part, group("lm_head", "Adam"), group(), **fields)
+        for optimizer in container:
+            optimizer.init_state()
+        kept = [container.state[getattr(part, n).weight]["exp_avg"].dtype for n in part]
+        assert kept == [torch.int8, torch.float32]
 
 
 def test_random_rounding_follows_its_seed() -> None:
@@ -436,6 +454,18 @@ REJECTED = {
     ),
     "write back unclipped": (ValueError, "not clip", [], {"write_back_gradients": True}),
     "seed of nothing": (ValueError, "rounding_seed", [], {"rounding_seed": 3}),
+    "seed of nothing by name": (
+        ValueError,
+        "AdamW: rounding_seed",
+        [],
+        {FACTORY: {"AdamW": {"rounding_seed": 3}}},
+    ),
+    "fp32 moments of floats by name": (
+        ValueError,
+        "AdamW: fp32_moments .* no effect",
+        [],
+        {FACTORY: {"AdamW": {"fp32_moments": ["lm_head"]}}},
+    ),
     "fp32 moments of floats": (ValueError, "no effect", [], {"fp32_moments": ["lm_head"]}),
     "fp32 moments of nothing": (
         ValueError,
