@@ -366,8 +366,8 @@ class FusedAdam(HookedStep, PlannedStep):
     def _portable_state(self) -> dict[str, Any]:
         of_container = ("first_parameter_number", "parameter_names")
         own = {name: value for name, value in vars(self).items() if name in of_container}
-        portable = super().__getstate__()
-        return portable | own | {
+        portable = super().__getstate__() | own
+        return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": self._storage,
             "_fp32_moments": self._fp32_moments,
