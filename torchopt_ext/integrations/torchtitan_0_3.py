@@ -71,7 +71,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
 
     It replaces torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
     its configuration. "FusedAdam" and "FusedAdamW" are torchopt_ext's. "Adam" and "AdamW" are also
-    torchopt_ext's if the implementation is fused. Other names are torchtitan's.
+    torchopt_ext's if the implementation is fused, which all groups of a name may override. Other
+    names are torchtitan's.
 
     Patterns are searched for in parameter names without wrappers of modules. The first match
     decides. A pattern may match only in another pipeline stage, so all ranks must build their
@@ -281,9 +282,29 @@ patch_dcp_load(
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:
     """Returns our class for the name of an optimizer, or None."""
-    return _OURS.get(name) or (
-        _OURS_IF_FUSED.get(name) if config.implementation in _FUSED else None
-    )
+    fused = config.implementation in _FUSED and not any(_unfused(name, config))
+    return _OURS.get(name) or (_OURS_IF_FUSED.get(name) if fused else None)
+
+
+def _unfused(name: str, config: Any) -> list[bool]:
+    """Returns for each group of an optimizer whether it asks for an implementation not fused."""
+    groups = [group for group in config.param_groups if group.optimizer_name == name]
+    return [group.optimizer_kwargs.get("fused") is False for group in groups]
+
+
+def _check_unfused(name: str, config: Any) -> None:
+    """Raises ValueError if "Adam" or "AdamW" would be fused for some groups only, or must be."""
+    unfused = _unfused(name, config)
+    if name not in _OURS_IF_FUSED or config.implementation not in _FUSED or not any(unfused):
+        return
+    field = f"optimizer_kwargs['fused'] is False in param_groups of {name!r}"
+    if not all(unfused):
+        raise ValueError(
+            f"{field}, but not in all of them: set it in all, or give those that torchopt_ext is "
+            f"to step the optimizer_name 'Fused{name}'"
+        )
+    if config.implementation == _BF16_STATES:
+        raise ValueError(f"{field}, but implementation {_BF16_STATES!r} needs a fused step")
 
 
 def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
@@ -298,6 +319,8 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
             f"optimizer_factory_kwargs_by_name has {sorted(unused)}, but the param_groups name "
             f"{list(names)} only"
         )
+    for name in names:
+        _check_unfused(name, config)
     options = read_options(config)
     if config.implementation == _BF16_STATES:
         options = {"state_dtype": torch.bfloat16} | options

@@ -119,6 +119,21 @@ def test_what_a_name_stands_for(name: str, implementation: str, expected: type) 
     assert type(optimizer) is expected
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_groups_override_the_implementation(name: str) -> None:
+    groups = [group("bias", name, fused=False, lr=1e-3), group(".*", name, fused=False)]
+    found, expected = (list(build(kind, model(), *groups)) for kind in (ours, stock))
+    assert [type(o) for o in found] == [type(o) for o in expected] == [getattr(torch.optim, name)]
+    for own, their in zip(found[0].param_groups, expected[0].param_groups, strict=True):
+        assert own.keys() == their.keys()
+        assert all(own[key] == their[key] for key in own if key != "params")
+    (foreach,) = build(ours, model(), groups[0], group(".*", name), implementation="foreach")
+    assert type(foreach) is getattr(torch.optim, name)
+    mixed = [group("bias", f"Fused{name}"), group(".*", name, fused=False)]
+    types = [type(optimizer) for optimizer in build(ours, model(), *mixed)]
+    assert types == [getattr(ours, f"Fused{name}"), getattr(torch.optim, name)]
+
+
 def test_ours_takes_adamw_groups_beside_muon() -> None:
     """DistMuon itself needs CUDA, so torch's Muon takes the same groups in its place."""
     seen = []
@@ -425,7 +440,19 @@ REJECTED = {
     "parameter without pattern": (AssertionError, "lm_head.weight", [group("layers")], {}),
     "no groups": (AssertionError, "lm_head", None, {}),
     "option in a group": (ValueError, "max_grad_norm", [group(max_grad_norm=1.0)], {}),
-    "group not fused": (ValueError, "always fused", [group(fused=False)], {}),
+    "group not fused": (ValueError, "always fused", [group(".*", "FusedAdamW", fused=False)], {}),
+    "one of two groups not fused": (
+        ValueError,
+        "optimizer_kwargs\\['fused'\\] is False .* 'AdamW', but not in all .* 'FusedAdamW'",
+        [group("bias", fused=False), group()],
+        {},
+    ),
+    "bf16 states not fused": (
+        ValueError,
+        "optimizer_kwargs\\['fused'\\] is False .* needs a fused step",
+        [group(fused=False)],
+        {"implementation": "fused_opt_states_bf16"},
+    ),
     "group foreach": (ValueError, "always fused", [group(foreach=True)], {}),
     "arguments of nobody": (ValueError, "\\['Adam'\\]", [], {FACTORY: {"Adam": {}}}),
     "option for torch's": (
