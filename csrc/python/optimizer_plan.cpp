@@ -87,8 +87,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       uses_group_(part_devices.size(), std::vector<bool>(param_groups.size())),
       local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    const auto& [param, local, group, name, number, part, place, copied] = params[i];
+  for (const auto& [param, local, group, name, number, part, place, copied] : params) {
     const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
     entry.group = group;
