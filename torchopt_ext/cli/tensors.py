@@ -20,8 +20,8 @@ from torchopt_ext.cli.terminal import CommandError, Parser, number
 from torchopt_ext.optim.fp32_moments import embeddings_of
 
 NAMED = "gpt2"
-ALIKE = WIDTH = 1024
-"""The number of tensors that `--params` stands for."""
+ALIKE, WIDTH = 1024, 1024
+"""The number of matrices that `--params` stands for, and the length of their rows."""
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float64": torch.float64,

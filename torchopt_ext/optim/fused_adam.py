@@ -108,7 +108,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    _chosen_among: frozenset[int] = frozenset()  # ids of parameters that fp32_moments has looked at
+    _looked_at: frozenset[int] = frozenset()  # by fp32_moments: ids of parameters in the groups
 
     def __init__(
         self,
@@ -186,12 +186,14 @@ class FusedAdam(HookedStep, PlannedStep):
             current = params_of(self)
             kept = self._storage.fp32_moments.intersection(current) | found
             self._storage = replace(self._storage, fp32_moments=kept)
-            self._chosen_among = frozenset(map(id, current))
+            self._looked_at = frozenset(map(id, current))
 
     def _look_at_new_params(self) -> None:
         """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
+        if self._storage.state_dtype != torch.int8:
+            return
         named = param_state.named_params(self)
-        if new := [(name, p) for name, p in named if id(p) not in self._chosen_among]:
+        if new := [(name, p) for name, p in named if id(p) not in self._looked_at]:
             self._keep_fp32_moments(new, partial=True)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:

@@ -169,8 +169,9 @@ def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Ag
     if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
             total = accumulated_norm(optimizers, context, agreement, rejects=True)
-            for optimizer in () if _knows_verdict(optimizers, total) else optimizers:
-                optimizer.count_rejected(total, context)
+            if not _knows_verdict(optimizers, total):
+                for optimizer in optimizers:
+                    optimizer.count_rejected(total, context)
 
 
 def _knows_verdict(optimizers: Sequence[Controlled], total: dict[torch.device, Tensor]) -> bool:
