@@ -64,19 +64,10 @@ def inputs() -> Any:
 class Regression:
     """A least-squares problem on five inputs. Autograd computes its gradients."""
 
-    def __init__(self, contiguous: bool = True, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        if contiguous:
-            self.weight, self.bias = nn.Parameter(randn(10, 5)), nn.Parameter(randn(10))
-        else:
-            self.weight = nn.Parameter(randn(10, 5, 2)[..., 0])
-            self.bias = nn.Parameter(randn(10, 2)[..., 0])
-        self.input = randn(5)
-        self.params = [self.weight, self.bias]
+    def __init__(self) -> None:
+        self.params = make_params([(10, 5), (10,)])
+        self.weight, self.bias = self.params
+        self.input = torch.linspace(-1, 1, 5)
 
     def loss(self) -> Tensor:
         return (self.weight.mv(self.input) + self.bias).square().sum()

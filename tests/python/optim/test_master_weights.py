@@ -380,35 +380,21 @@ def test_without_refresh_the_old_master_counts() -> None:
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
 
 
+@each_kind
 @pytest.mark.parametrize("how", ["entry", "data", "in place"])
-def test_a_replaced_master_is_noticed(how: str) -> None:
-    params, optimizer = stepped("fp32")
-    wanted = [optimizer.state[p]["master_weight"] * 1.25 for p in params]
-    wide, twin = twin_of(optimizer, params, dict(zip(params, wanted, strict=True)).__getitem__)
-    for p, master in zip(params, wanted, strict=True):
-        if how == "entry":
-            optimizer.state[p]["master_weight"] = master.clone()
-        elif how == "data":
-            optimizer.state[p]["master_weight"].data = master.clone()
-        else:
-            optimizer.state[p]["master_weight"].copy_(master)
-    assert_next_step_is_the_twins(params, optimizer, wide, twin)
-    for p, w in zip(params, wide, strict=True):
-        assert_same_bits([optimizer.state[p]["master_weight"]], [w])
-
-
-@each_remainder
-@pytest.mark.parametrize("how", ["entry", "data"])
-def test_a_replaced_remainder_is_noticed(how: str, kind: str) -> None:
+def test_a_replaced_master_is_noticed(how: str, kind: str) -> None:
     params, optimizer = stepped(kind)
-    other = {p: -optimizer.state[p][kind].clamp(min=-127) for p in params}
-    values = {p: floats(join(p, r)).view_as(p) for p, r in other.items()}
-    for p, remainder in other.items():
+    held = {p: optimizer.state[p][KINDS[kind]] for p in params}
+    other = {p: t * 1.25 if kind == "fp32" else -t.clamp(min=-127) for p, t in held.items()}
+    exact = {p: t if kind == "fp32" else floats(join(p, t)).view_as(p) for p, t in other.items()}
+    wide, twin = twin_of(optimizer, params, exact.__getitem__)
+    for p, master in other.items():
         if how == "entry":
-            optimizer.state[p][kind] = remainder
+            optimizer.state[p][KINDS[kind]] = master
+        elif how == "data":
+            held[p].data = master
         else:
-            optimizer.state[p][kind].data = remainder
-    wide, twin = twin_of(optimizer, params, values.__getitem__)
+            held[p].copy_(master)
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
 
 

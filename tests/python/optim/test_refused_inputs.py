@@ -25,9 +25,6 @@ from .subject import (
     train,
 )
 
-BAD_GRADIENTS: dict[str, tuple[Callable[[nn.Parameter], torch.Tensor], str]] = {
-    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), "sparse"),
-}
 BAD_PARAMETERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "complex of 16 bits": (lambda: torch.ones(3, 2, dtype=torch.complex32), "(?i)complex"),
     "two inner tensors": (lambda: TwoTensor(torch.ones(3, 2), torch.ones(3, 2)), "TwoTensor"),
@@ -70,20 +67,17 @@ def test_parameters_without_names_are_numbered_over_all_groups() -> None:
         optimizer.add_param_group({"params": [late]})
 
 
-@pytest.mark.parametrize("kind", BAD_GRADIENTS)
-def test_refused_gradients(kind: str) -> None:
+def test_refused_gradients() -> None:
     """Nothing changes, and later steps are as if the refused step had not been tried."""
-    make, pattern = BAD_GRADIENTS[kind]
     params, reference = make_params(), make_params()
     named = [(f"p{i}", p) for i, p in enumerate(params)]
     optimizer, same = OURS["AdamW"](named), OURS["AdamW"](reference)
     train([optimizer, same], [params, reference], 2)
     set_gradients(params)
-    params[1].grad = make(params[1])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
     before = snapshot(optimizer)
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=pattern) as error:
+    with pytest.raises(RuntimeError, match=r"gradient 1 \('p1'\) has layout Sparse"):
         optimizer.step()
-    assert "p1" in str(error.value)
     assert snapshot(optimizer) == before
     train([optimizer, same], [params, reference], 2, first_seed=2)
     assert_same_bits(params, reference)

@@ -194,6 +194,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "warm restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=3),
     "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
     "multiplicative": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.9),
+    "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1),
     # The next two also change betas[0].
     "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10),
     "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 1e-3, 0.1, step_size_up=2),
@@ -204,24 +205,27 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_schedulers(name: str, schedule: str, tensor_lr: bool) -> None:
-    def lr() -> Any:
-        return torch.tensor(0.01) if tensor_lr else 0.01
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        rates = [torch.tensor(lr) if tensor_lr else lr for lr in (0.01, 0.03)]
+        return [
+            {"params": ps, "lr": lr} for ps, lr in zip((params[:2], params[2:]), rates, strict=True)
+        ]
 
     mine, theirs = make_params(), make_params()
-    ours = OURS[name](mine, lr=lr())
-    reference = TORCH[name](theirs, lr=lr(), fused=True)
+    ours, reference = OURS[name](groups(mine)), TORCH[name](groups(theirs), fused=True)
     schedulers = [SCHEDULERS[schedule](ours), SCHEDULERS[schedule](reference)]
-    rates = []
+    seen = []
     for step in range(8):
         set_gradients(mine, theirs, seed=step)
         ours.step()
         reference.step()
         for scheduler in schedulers:
-            scheduler.step()
-        rates.append(float(ours.param_groups[0]["lr"]))
-        assert rates[-1] == float(reference.param_groups[0]["lr"])
-        assert ours.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
-    assert len(set(rates)) > 1
+            scheduler.step(*[1.0] * (schedule == "plateau"))
+        found = [[(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
+                 for optimizer in (ours, reference)]  # fmt: skip
+        assert found[0] == found[1]
+        seen.append(found[0])
+    assert seen[0] != seen[-1]
     assert_close_to_torch(mine, theirs)
 
 
