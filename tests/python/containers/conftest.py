@@ -1,6 +1,5 @@
 """Small models, fixed gradients, and the optimizers of all container tests."""
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,9 +109,12 @@ def train(set_grads: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def assert_same() -> Callable[[Any, Any], None]:
-    """Returns a bitwise comparison of modules or (nested) dicts that names differences."""
+    """Returns a bitwise comparison of modules, lists of modules, or (nested) dicts that names
+    differences."""
 
     def assert_same(left: Any, right: Any) -> None:
+        if isinstance(left, list):
+            left, right = (dict(enumerate(m.state_dict() for m in side)) for side in (left, right))
         if isinstance(left, nn.Module):
             left, right = left.state_dict(), right.state_dict()
         assert set(left) == set(right)
@@ -126,8 +128,3 @@ def assert_same() -> Callable[[Any, Any], None]:
                 assert value == right[key], key
 
     return assert_same
-
-
-@pytest.fixture
-def snapshot() -> Callable[[Any], Any]:
-    return copy.deepcopy

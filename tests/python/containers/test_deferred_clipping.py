@@ -64,8 +64,7 @@ def test_equals_clipping_in_the_step_to_the_bit(parts, set_grads, titan, assert_
         assert torch.equal(container.control.grad_norm, norms[-1])
         assert container.control.clip_factor == inside.control.clip_factor < 1
         container.zero_grad()
-        for part, other in zip(parts, copies, strict=True):
-            assert_same(part, other)
+        assert_same(parts, copies)
     assert len(set(map(float, norms))) == 3  # later calls do not change earlier norms
 
 
@@ -168,8 +167,7 @@ def test_a_scaled_step_clips_unscaled_gradients(parts, set_grads, titan, assert_
     scaler.step(container)
     inside.step()
     assert container.control.clip_factor == inside.control.clip_factor < 1
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
 
 
 def test_a_closures_gradients_are_clipped(model, set_grads, titan):

@@ -57,8 +57,7 @@ def test_steps_when_the_groups_commit(choice, parts, manager, train, assert_same
     train(container, parts, range(6))
     train(plain, copies, [0, 2, 5])
     assert_same(container.state_dict(), plain.state_dict())
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
     assert manager.calls == ["commit?", "quorum"] * 6
 
 
@@ -83,8 +82,7 @@ def test_compat_torchtitan_counts_a_step_from_the_start(choice, parts, manager, 
     train(plain, copies, range(3))
     assert_same(container.state_dict(), plain.state_dict())
     assert container.state_dict()["state.layers.0.0.weight.step"] == 4
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
 
 
 # Defects of torchtitan's container
@@ -248,8 +246,7 @@ def test_a_group_that_comes_back_ends_with_its_peers_bits(
         for container, replica, schedule in zip(containers, replicas, schedules, strict=True):
             schedule.step()
             train(container, replica, seed)
-    for part, peer in zip(*replicas, strict=True):
-        assert_same(part, peer)
+    assert_same(*replicas)
     assert_same(returning.state_dict(), healthy.state_dict())
     assert returning.state_dict()["state.layers.0.0.weight.step"] == 6
 

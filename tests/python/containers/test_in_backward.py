@@ -22,6 +22,15 @@ def in_backward(choice, parts):
     return OptimizersInBackwardContainer(parts, choice.cls, choice.all_kwargs())
 
 
+def both(parts, backwards_per_step=1, **kwargs):
+    """Returns a container that steps in backward, and a plain container of copies."""
+    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **kwargs}
+    container = OptimizersInBackwardContainer(
+        parts, FusedAdamW, kwargs, backwards_per_step=backwards_per_step
+    )
+    return container, OptimizersContainer(copies, FusedAdamW, kwargs), copies
+
+
 def parameters(parts):
     return [param for part in parts for param in part.parameters()]
 
@@ -63,8 +72,7 @@ def same_training(choice, assert_same):
             backward(copies, seed)
             plain.step()
             plain.zero_grad()
-        for part, other in zip(parts, copies, strict=True):
-            assert_same(part, other)
+        assert_same(parts, copies)
         return container, plain
 
     return same_training
@@ -134,8 +142,7 @@ def test_step_and_zero_grad_take_and_ignore_arguments(choice, parts, args, kwarg
     assert container.step(*args, **kwargs) is None
     assert container.zero_grad(*args, **kwargs) is None
     assert torch.equal(next(parts[0].parameters()).grad, torch.ones(5, 5))
-    for part, other in zip(parts, before, strict=True):
-        assert_same(part, other)
+    assert_same(parts, before)
 
 
 def test_hooks_fire_once_per_step_after_the_updates(choice, parts):
@@ -154,9 +161,7 @@ def test_hooks_fire_once_per_step_after_the_updates(choice, parts):
 
 @pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 0.25}])
 def test_accumulates_gradients(parts, norm, assert_same):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **norm}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=3)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, 3, **norm)
     for step in range(2):
         for microbatch in range(3):
             before = copy.deepcopy(parts)
@@ -173,9 +178,7 @@ def test_accumulates_gradients(parts, norm, assert_same):
 
 @pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 0.25}])
 def test_a_parameter_of_one_microbatch_is_updated_in_step(parts, norm):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **norm}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=2)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, 2, **norm)
     for models in (parts, copies):
         backward(models, 0)
         backward(models[1:], 1)
@@ -200,10 +203,8 @@ def test_gradients_of_a_step_not_wanted_can_be_cleared(parts):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_gradients_are_clipped_as_in_the_plain_container(parts, assert_same, known, single):
-    parts, kwargs = parts[: 1 if single else 2], {"lr": 1e-2, "max_grad_norm": 0.25}
-    copies = copy.deepcopy(parts)
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    parts = parts[: 1 if single else 2]
+    container, plain, copies = both(parts, max_grad_norm=0.25)
     for seed in range(3):
         backward(copies, seed)
         plain.step()
@@ -211,8 +212,7 @@ def test_gradients_are_clipped_as_in_the_plain_container(parts, assert_same, kno
         known.clear()
         backward(parts, seed)
         assert sum(known) == len(parameters(parts))
-        for part, other in zip(parts, copies, strict=True):
-            assert_same(part, other)  # before step() is called
+        assert_same(parts, copies)  # before step() is called
         assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
         assert container.control.clip_factor < 1
         assert all(param.grad is None for param in parameters(parts))
@@ -236,9 +236,7 @@ def test_skips_what_is_not_finite(parts):
 @pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("overflow", [True, False])
 def test_a_scaler_with_the_update_in_step(parts, scaler_class, overflow):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=None)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, None, max_grad_norm=0.25)
     scales = []
     for optimizer, models in ((container, parts), (plain, copies)):
         scaler = scaler_class("cpu", init_scale=2.0**10)
@@ -255,18 +253,18 @@ def test_a_scaler_with_the_update_in_step(parts, scaler_class, overflow):
     assert container.state[parts[0].layers["0"][0].weight]["step"] == (1 if overflow else 2)
 
 
-def test_a_scaler_is_refused_where_backward_updates(choice, parts):
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_a_scaler_is_refused_where_backward_updates(choice, parts, scaler_class):
+    """Adam cancels the scale, except in eps, but not an overflow."""
     container = in_backward(choice, parts)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = scaler_class("cpu")
     backward(parts, 0, scaler.scale)
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+    with pytest.raises(AssertionError, match="No inf checks"):
         scaler.step(container)
 
 
 def test_update_in_step_uses_what_backward_measured(parts, known):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=None)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, None, max_grad_norm=0.25)
     for microbatches in (1, 2, 2):
         for seed in range(microbatches):
             backward(parts, seed)
@@ -282,9 +280,9 @@ def test_update_in_step_uses_what_backward_measured(parts, known):
 @pytest.mark.filterwarnings("ignore:a gradient was changed after backward")
 @pytest.mark.parametrize("change", ["scaled", "not finite", "replaced", "dropped", "all by hand"])
 def test_gradients_that_change_before_step_are_measured_anew(parts, known, assert_same, change):
-    copies, kwargs = copy.deepcopy(parts), {"max_grad_norm": 0.25, "skip_nonfinite": True}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=None)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(
+        parts, max_grad_norm=0.25, skip_nonfinite=True, backwards_per_step=None
+    )
     for seed in range(3):
         for own, optimizer in ((parts, container), (copies, plain)):
             if seed != 1 or change != "all by hand":
@@ -308,14 +306,12 @@ def test_gradients_that_change_before_step_are_measured_anew(parts, known, asser
         assert torch.equal(container.control.grad_norm, plain.control.grad_norm)
         assert all(param.grad is None for param in parameters(parts))
     assert float(container.control.skipped_steps) == (change == "not finite")
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
 
 
 @pytest.mark.filterwarnings("ignore:a gradient was changed after backward")
 def test_hooks_that_come_later_may_change_gradients(parts, known):
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})
-    plain = OptimizersContainer(copies := copy.deepcopy(parts), FusedAdamW, {"max_grad_norm": 1.0})
+    container, plain, copies = both(parts, max_grad_norm=1.0)
 
     def scale(param):
         param.grad.mul_(20)
@@ -330,11 +326,7 @@ def test_hooks_that_come_later_may_change_gradients(parts, known):
 
 @pytest.mark.parametrize("backwards", [1, 2, None])
 def test_a_norm_that_is_asked_for_no_more(parts, assert_same, backwards):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
-    container = OptimizersInBackwardContainer(
-        parts, FusedAdamW, kwargs, backwards_per_step=backwards
-    )
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, backwards, max_grad_norm=0.25)
     for threshold in (0.25, None, 0.25):
         for own, optimizer in ((parts, container), (copies, plain)):
             optimizer.max_grad_norm = threshold
@@ -342,8 +334,7 @@ def test_a_norm_that_is_asked_for_no_more(parts, assert_same, backwards):
                 backward(own, seed)
             optimizer.step()
             optimizer.zero_grad()
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
     assert_same(container.state_dict(), plain.state_dict())
 
 
@@ -374,9 +365,7 @@ def test_complex_parameters_are_clipped():
 @pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 0.25}])
 def test_reentrant_checkpointing(parts, norm):
     """Inner backward calls end before the outer backward has all gradients."""
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **norm}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, **norm)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
     for models in (parts, copies):
         hidden = checkpoint(models[0].layers["0"], x, use_reentrant=True).tanh()
@@ -389,9 +378,7 @@ def test_reentrant_checkpointing(parts, norm):
 
 
 def test_a_failed_update_can_be_made_again(parts):
-    copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, "max_grad_norm": 0.25}
-    container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
-    plain = OptimizersContainer(copies, FusedAdamW, kwargs)
+    container, plain, copies = both(parts, max_grad_norm=0.25)
     for seed in range(2):
         backward(copies, seed)
         plain.step()
@@ -437,8 +424,7 @@ def test_state_dict_before_the_first_backward(choice, parts, assert_same):
         backward(copies, seed)
         plain.step()
         plain.zero_grad()
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
 
 
 def test_all_parameters_state_is_loaded(choice, parts, train, assert_same):
@@ -455,8 +441,7 @@ def test_all_parameters_state_is_loaded(choice, parts, train, assert_same):
     backward(parts, 5)
     backward(copies, 5)
     plain.step()
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
 
 
 def test_parameters_may_have_hyperparameters_of_their_own(choice, parts):
@@ -521,8 +506,7 @@ def test_a_refused_container_leaves_no_hook_behind(parts, assert_same):
         OptimizersInBackwardContainer(parts, torch.optim.AdamW, {"weight_decay": -1.0})
     before = copy.deepcopy(parts)
     backward(parts, 0)
-    for part, other in zip(parts, before, strict=True):
-        assert_same(part, other)
+    assert_same(parts, before)
 
 
 def test_a_parameter_shared_by_two_parts_is_refused(choice, parts):
@@ -569,12 +553,7 @@ def test_a_scheduler_finds_that_all_have_stepped(choice, parts):
 @pytest.mark.parametrize("norm", [None, 0.5])
 def test_a_conversion_that_swaps_tensors(parts, assert_same, norm, converted):
     """Swapped tensors have no hooks, so the next step() detects the swap and updates."""
-    copies = copy.deepcopy(parts)
-    kwargs = {"lr": 1e-2, "max_grad_norm": norm}
-    containers = (
-        OptimizersInBackwardContainer(parts, FusedAdamW, kwargs),
-        OptimizersContainer(copies, FusedAdamW, kwargs),
-    )
+    *containers, copies = both(parts, max_grad_norm=norm)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         for part in (*parts[converted], *copies[converted]):
@@ -589,8 +568,7 @@ def test_a_conversion_that_swaps_tensors(parts, assert_same, norm, converted):
             x.square().sum().backward()
             container.step()
             container.zero_grad()
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
     assert all(param.grad is None for param in parameters(parts))
 
 

@@ -224,8 +224,7 @@ def test_a_batch_without_gradients_is_left_alone(parts, built, assert_same):
             own[0].layers[layer](torch.ones(1, 5)).sum().backward()
     for optimizer in (container, plain):
         optimizer.step()
-    for part, other in zip(parts, copies, strict=True):
-        assert_same(part, other)
+    assert_same(parts, copies)
     assert all(param.grad is None for param in parameters(parts))
 
 
