@@ -22,8 +22,9 @@ from torch.utils.data import (
 )
 
 from torchopt_ext.trainer.checkpoint_states import generator_states, set_generator_states
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.extras import import_extra
+from torchopt_ext.trainer.registry import Registry
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class BuildDataset(Protocol):
     ) -> Dataset[Any]: ...
 
 
-_DATASETS: dict[str, BuildDataset] = {}
+_DATASETS = Registry[BuildDataset]("data set", "register_dataset")
 
 
 def register_dataset(name: str, build: BuildDataset) -> None:
@@ -59,24 +60,7 @@ def register_dataset(name: str, build: BuildDataset) -> None:
     Raises:
         ValueError: The name is registered already.
     """
-    if name in _DATASETS:
-        raise ValueError(f"data set {name!r} is registered already")
-    _DATASETS[name] = build
-
-
-def get_dataset(name: str) -> BuildDataset:
-    """Returns the function that was registered under `name`.
-
-    Raises:
-        ConfigError: No function is registered under `name`.
-    """
-    if name not in _DATASETS:
-        raise ConfigError(
-            f"data set {name!r} is not registered, expected one of "
-            f"{', '.join(map(repr, sorted(_DATASETS)))}; a module that experimental.custom_import "
-            "names can add it: torchopt_ext.trainer.data.register_dataset"
-        )
-    return _DATASETS[name]
+    _DATASETS.add(name, build)
 
 
 def build_text(
@@ -88,7 +72,8 @@ def build_text(
     rank encodes all files (UTF-8) at the start, and holds 4 bytes per token.
 
     Raises:
-        ConfigError: `training.dataset_path` is not set, or does not exist.
+        ConfigError: `training.dataset_path` is not set, or does not exist, or has a file that a
+            tokenizer cannot encode, because it is not UTF-8.
         OSError: A file under `training.dataset_path` cannot be read.
     """
     training = job_config.training
@@ -100,11 +85,14 @@ def build_text(
     data = FileBytes(path)
     if tokenizer is None:
         return TokenWindows(data, training.seq_len)
-    tokens = [
-        torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")), dtype=torch.int32)
-        for path in data.paths
-    ]
-    return TokenWindows(torch.cat(tokens) if tokens else torch.empty(0), training.seq_len)
+    tokens = [torch.empty(0, dtype=torch.int32)]
+    for file in data.paths:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data set 'text' reads UTF-8, but {file} is not: {error}") from error
+        tokens.append(torch.tensor(tokenizer.encode(text), dtype=torch.int32))
+    return TokenWindows(torch.cat(tokens), training.seq_len)
 
 
 register_dataset("text", build_text)
@@ -336,10 +324,10 @@ class StreamDataLoader:
         self,
         dataset: IterableDataset[Any],
         batch_size: int,
+        *,
         dp_rank: int,
         dp_world_size: int,
         options: Any,
-        *,
         seed: int,
         epochs: int,
     ) -> None:
@@ -417,14 +405,11 @@ def build_dataloader(
 
     Raises:
         ConfigError: The data set is not registered or has too few samples for one batch on each
-            rank, or a setting is out of range.
+            rank, or `dataloader` has settings that exclude each other.
         OSError: The data set's files cannot be read.
     """
     training = job_config.training
-    for name, least in (("batch_size", 1), ("seq_len", 1), ("epochs", 0)):
-        if getattr(training, name) < least:
-            raise ConfigError(f"{name} is {getattr(training, name)}, expected {least} or more")
-    dataset = get_dataset(training.dataset)(
+    dataset = _DATASETS.get(training.dataset)(
         dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
     )
     options = {
@@ -433,29 +418,18 @@ def build_dataloader(
         # Without it, starting an iteration would draw from the generator of the model's dropout.
         "generator": torch.Generator(),
     }
-    batch_size = training.batch_size
-    if isinstance(dataset, IterableDataset):
-        return StreamDataLoader(
-            dataset,
-            batch_size,
-            dp_rank,
-            dp_world_size,
-            options,
-            seed=training.seed or 0,
-            epochs=training.epochs,
-        )
-    size, needed = len(dataset), batch_size * dp_world_size  # type: ignore[arg-type]
-    if size < needed:
-        raise ConfigError(
-            f"data set {training.dataset!r} has {size} samples of seq_len {training.seq_len}, "
-            f"expected at least {needed}: a batch of {batch_size} on each of {dp_world_size} ranks"
-        )
-    batches = ShuffledBatches(
-        size,
-        batch_size=batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        seed=training.seed or 0,
-        epochs=training.epochs,
-    )
-    return ShuffledDataLoader(dataset, batches, options)
+    batch_size, order = training.batch_size, {"seed": training.seed or 0, "epochs": training.epochs}
+    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    if not isinstance(dataset, IterableDataset):
+        size, needed = len(dataset), batch_size * dp_world_size  # type: ignore[arg-type]
+        if size < needed:
+            raise ConfigError(
+                f"data set {training.dataset!r} has {size} samples of seq_len {training.seq_len}, "
+                f"expected at least {needed}: a batch of {batch_size} on each of {dp_world_size} "
+                "ranks"
+            )
+        batches = ShuffledBatches(size, batch_size=batch_size, **ranks, **order)
+    with as_config_error():  # torch knows which settings of workers go together
+        if isinstance(dataset, IterableDataset):
+            return StreamDataLoader(dataset, batch_size, options=options, **ranks, **order)
+        return ShuffledDataLoader(dataset, batches, options)

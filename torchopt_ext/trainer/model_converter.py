@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class ModelConverter(Protocol):
         """Runs after every optimizer step, with the model parts."""
 
 
-_registered: dict[str, type[ModelConverter]] = {}
+_CONVERTERS = Registry[type[ModelConverter]]("model converter", "register_model_converter")
 
 
 def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
@@ -31,9 +32,7 @@ def register_model_converter(converter_cls: type[ModelConverter], name: str) -> 
     Raises:
         ValueError: The name is registered already.
     """
-    if name in _registered:
-        raise ValueError(f"a model converter named {name!r} is registered already")
-    _registered[name] = converter_cls
+    _CONVERTERS.add(name, converter_cls)
 
 
 class ModelConvertersContainer:
@@ -44,16 +43,8 @@ class ModelConvertersContainer:
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:
-        names = job_config.model.converters
-        for name in names:
-            if name not in _registered:
-                known = ", ".join(map(repr, sorted(_registered))) or "none"
-                raise ConfigError(
-                    f"model.converters has {name!r}, which is not registered (registered: "
-                    f"{known}): call torchopt_ext.trainer.register_model_converter in a module "
-                    "that experimental.custom_import names"
-                )
-        self.converters = [_registered[name](job_config, parallel_dims) for name in names]
+        classes = [*map(_CONVERTERS.get, job_config.model.converters)]
+        self.converters = [converter(job_config, parallel_dims) for converter in classes]
         self._print = job_config.model.print_after_conversion
 
     def convert(self, model: nn.Module) -> None:

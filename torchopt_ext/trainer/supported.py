@@ -61,6 +61,9 @@ _AT_LEAST = {
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
+    "validation.freq": 1,
+    "validation.local_batch_size": 1,
+    "validation.seq_len": 1,
     "validation.steps": -1,
 }
 

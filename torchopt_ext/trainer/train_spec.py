@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.containers.lr_schedulers import build_lr_schedulers
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.data import build_dataloader
 from torchopt_ext.trainer.metrics import MetricsProcessor
 from torchopt_ext.trainer.optimizers import build_optimizers
+from torchopt_ext.trainer.registry import Registry
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Computes a batch's mean loss from the model's output and the labels."""
@@ -86,7 +87,7 @@ class TrainSpec:
     build_metrics_processor_fn: Callable[..., MetricsProcessor] | None = None
 
 
-_train_specs: dict[str, TrainSpec] = {}
+_TRAIN_SPECS = Registry[TrainSpec]("model", "register_train_spec")
 
 
 def register_train_spec(train_spec: TrainSpec) -> None:
@@ -95,9 +96,7 @@ def register_train_spec(train_spec: TrainSpec) -> None:
     Raises:
         ValueError: The name is registered already.
     """
-    if train_spec.name in _train_specs:
-        raise ValueError(f"a TrainSpec named {train_spec.name!r} is registered already")
-    _train_specs[train_spec.name] = train_spec
+    _TRAIN_SPECS.add(train_spec.name, train_spec)
 
 
 def get_train_spec(name: str) -> TrainSpec:
@@ -106,18 +105,10 @@ def get_train_spec(name: str) -> TrainSpec:
     Raises:
         ConfigError: The name is not registered. The message says which are, and how to register.
     """
-    if name not in _train_specs:
-        known = ", ".join(map(repr, sorted(_train_specs))) or "none"
-        raise ConfigError(
-            f"model.name is {name!r}, which is not registered (registered: {known}): give "
-            "--config, such as examples/debug.toml, or call "
-            "torchopt_ext.trainer.register_train_spec in a module that experimental.custom_import "
-            "names"
-        )
-    return _train_specs[name]
+    return _TRAIN_SPECS.get(name)
 
 
 def apply_to_train_specs(function: Callable[[TrainSpec], TrainSpec]) -> None:
     """Replaces every registered TrainSpec by `function(spec)`."""
-    for name, spec in _train_specs.items():
-        _train_specs[name] = function(spec)
+    for name, spec in _TRAIN_SPECS.values.items():
+        _TRAIN_SPECS.values[name] = function(spec)

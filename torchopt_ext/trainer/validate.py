@@ -43,13 +43,11 @@ class Validator:
             replaces the data set, batch size and sequence length of `training`.
 
     Raises:
-        ConfigError: `validation.freq` is below 1, or a pipeline schedule cannot split the batches.
+        ConfigError: A pipeline schedule cannot split the batches.
     """
 
     def __init__(self, trainer: "Trainer", build_dataloader: Callable[[JobConfig], Any]) -> None:
         config = trainer.job_config.validation
-        if config.freq < 1:
-            raise ConfigError(f"validation.freq is {config.freq}, expected 1 or more")
         _check_batch_size(trainer)
         training = dataclasses.replace(
             trainer.job_config.training,

@@ -30,14 +30,9 @@ class TokenWindows(Dataset[Tensor]):
     Args:
         tokens: tokens of any integer type.
         seq_len: number of inputs in a sample.
-
-    Raises:
-        ValueError: `seq_len` is less than 1.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int) -> None:
-        if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}, expected 1 or more")
         self._tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:

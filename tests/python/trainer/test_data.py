@@ -21,7 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchopt_ext.trainer import data as data_module
 from torchopt_ext.trainer.checkpoint_states import DataPosition
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.data import build_dataloader, get_dataset, register_dataset
+from torchopt_ext.trainer.config import DataLoader as Workers
+from torchopt_ext.trainer.data import build_dataloader, register_dataset
 from torchopt_ext.trainer.windows import FileBytes, TokenWindows
 
 SAMPLES, SEQ_LEN = 23, 3
@@ -45,7 +46,7 @@ def job_config(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture(autouse=True)
 def _forget_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_module, "_DATASETS", dict(data_module._DATASETS))
+    monkeypatch.setattr(data_module._DATASETS, "values", dict(data_module._DATASETS.values))
 
 
 def build(config: JobConfig, rank: int = 0, ranks: int = 1, tokenizer: Any = None) -> Any:
@@ -218,6 +219,9 @@ def test_tokenizer(job_config: JobConfig, tmp_path: Path) -> None:
     ((inputs, labels),) = build(job_config, tokenizer=Words())
     assert inputs["input"].tolist() == [[1, 2, 3, 4]]
     assert labels.tolist() == [[2, 3, 4, 1]]
+    (tmp_path / "words" / "2").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"reads UTF-8, but .*words/2 is not: .*0xff"):
+        build(job_config, tokenizer=Words())
 
 
 class Pairs(Dataset[Any]):
@@ -254,8 +258,6 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
     register_dataset(
         "stream", lambda *, dp_rank, dp_world_size, **_: Stream(dp_rank, dp_world_size)
     )
-    assert get_dataset("stream") is data_module._DATASETS["stream"]
-
     job_config.training.dataset = "pairs"
     numbers = [batch[0]["input"] for batch in build(job_config)]
     assert {n.shape for n in numbers} == {(2, 3)}
@@ -422,16 +424,10 @@ def test_a_loader_shows_the_data_set_that_was_built(job_config: JobConfig, datas
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"dataset": "c4"},
-            ConfigError,
-            "'c4' is not registered, expected one of .*'text'; .*regis",
-        ),
+        ({"dataset": "c4"}, ConfigError, "'c4' is not registered .*'text'.*call .*ter_dataset"),
         ({"dataset_path": None}, ConfigError, "under dataset_path, which is not set"),
         ({"dataset_path": "/no"}, ConfigError, "dataset_path is /no, which does not exist"),
-        ({"seq_len": 0}, ConfigError, "seq_len is 0, expected 1 or more"),
-        ({"batch_size": 0}, ConfigError, "batch_size is 0, expected 1 or more"),
-        ({"epochs": -1}, ConfigError, "epochs is -1, expected 0 or more"),
+        ({"dataloader": Workers(prefetch_factor=2)}, ConfigError, "prefetch_factor .*num_workers"),
         ({"batch_size": 12}, ConfigError, "'text' has 23 samples of seq_len 3, expected .* 24"),
         ({"seq_len": 500}, ConfigError, "'text' has 0 samples of seq_len 500"),
     ],
@@ -453,4 +449,4 @@ def test_refused_files_and_names(job_config: JobConfig) -> None:
     with pytest.raises(FileNotFoundError, match="text/z"):
         build(job_config)
     with pytest.raises(ValueError, match="'text' is registered already"):
-        register_dataset("text", get_dataset("text"))
+        register_dataset("text", lambda **_: Pairs())

@@ -34,7 +34,7 @@ class Note(Widen):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_converter, "_registered", {})
+    monkeypatch.setattr(model_converter._CONVERTERS, "values", {})
     register_model_converter(Widen, "widen")
     register_model_converter(Note, "note")
     CALLS.clear()
