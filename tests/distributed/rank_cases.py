@@ -48,6 +48,7 @@ def run_cases(
     """Runs a worker script. Its first argument is the folder for ``rank<n>.json``.
 
     ``cases`` is called after the process group exists. If a case raises, its result is the error.
+    A case returns what tests compare between ranks, or asserts and returns None.
     """
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -56,9 +57,9 @@ def run_cases(
     for name, case in cases().items():
         with each_within():
             try:
-                results[name] = case()
+                results[name] = {} if (found := case()) is None else found
             except Exception:
-                results[name] = {"error": traceback.format_exc(limit=-3)}
+                results[name] = {"error": traceback.format_exc()}
         dist.barrier()
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

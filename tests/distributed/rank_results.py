@@ -15,6 +15,17 @@ def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
     return found
 
 
+def assert_passed(results: Results, number: int) -> None:
+    """Fails if not every rank ran that number of cases, or with the errors of all cases."""
+    assert [len(rank) for rank in results] == [number] * len(results)
+    assert not [
+        print(f"{name} on rank {rank}: {found['error']}") or name
+        for rank, cases in enumerate(results)
+        for name, found in cases.items()
+        if "error" in found
+    ]
+
+
 def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, Any]]:
     """Returns every rank's result. Fails unless they agree on all keys except ``apart``."""
     found = each_rank(results, name)

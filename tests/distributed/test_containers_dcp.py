@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -213,6 +213,30 @@ def miss_a_key(path: Path) -> None:
         load({f"stage{dist.get_rank()}": optimizer}, checkpoint_id=path / "stages")
 
 
+def fit_on_one_rank(path: Path) -> None:
+    """Rank 1 has another shape than the checkpoint. Both ranks raise, and neither loads."""
+    makers = {
+        "torch": lambda model: torch.optim.AdamW(model.parameters()),
+        "fused": lambda model: FusedAdamW(model.parameters()),
+        "adapted": lambda model: FSDPadaptOptimizer(torch.optim.SGD(model.parameters())),
+        "container": lambda model: OptimizersContainer([model], FusedAdamW, {}),
+        "in backward": lambda model: OptimizersInBackwardContainer([model], FusedAdamW, {}),
+    }
+    stage = f"stage{dist.get_rank()}"
+    for kind, make in makers.items():
+        saved, loaded = (make(nn.Linear(size, 2)) for size in (3 + dist.get_rank(), 3))
+        for optimizer in (saved, loaded):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        dcp.save({stage: saved}, checkpoint_id=path / kind)
+        loaded.param_groups[0]["lr"] = 0.5
+        before = str(loaded.state_dict())
+        with pytest.raises(ValueError, match=r"has shape \(2, 4\), expected \(2, 3\)"):
+            load({stage: loaded}, checkpoint_id=path / kind)
+        assert str(loaded.state_dict()) == before, kind
+
+
 # All tests share one start of two processes, because a start takes longer than their work.
 
 WORK = [
@@ -224,6 +248,7 @@ WORK = [
     refuse_plain_state,
     refuse_flat_parameters,
     miss_a_key,
+    fit_on_one_rank,
 ]
 
 
@@ -303,6 +328,10 @@ def test_unsharded_state_is_refused_by_a_sharded_job(path):
 
 def test_an_optimizer_that_one_rank_misses_raises_on_all_ranks(path):
     assert_done(miss_a_key, path)
+
+
+def test_an_optimizer_that_does_not_fit_on_one_rank_is_loaded_on_none(path):
+    assert_done(fit_on_one_rank, path)
 
 
 def test_the_first_generation_of_fsdp_is_refused(path):
