@@ -39,7 +39,7 @@ def run_eagerly(function: _Function) -> _Function:
     marked: Any = function
     _eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "an optimizer's step runs eagerly"
+    marked._torchdynamo_disable_msg = "an optimizer runs eagerly"
     return function
 
 
@@ -174,8 +174,11 @@ current_node = torch._C._current_autograd_node
 """Returns the autograd node that this thread evaluates, or None."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
-call_at_end_of_backward = _engine.queue_callback
-"""Registers a callback for the end of this thread's backward pass, as FSDP2 does."""
+
+
+def call_at_end_of_backward(callback: Callable[[], Any]) -> None:
+    """Registers a callback for the end of this thread's backward pass, as FSDP2 does."""
+    _engine.queue_callback(run_eagerly(lambda: callback()))
 
 
 # ---- torch.distributed, imported when used -------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from torchopt_ext._C import TensorMark
-from torchopt_ext._torch import call_at_end_of_backward, graph_task
+from torchopt_ext._torch import call_at_end_of_backward, graph_task, run_eagerly
 from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.norm_in_backward import NormInBackward
@@ -44,6 +44,7 @@ def norm_hook(optimizer: Any, hook: Hook = allreduce_hook) -> Hook:
         found |= {id(param): squares for param in params_of(one)}
     norms = _BucketNorms(found, hook)
 
+    @run_eagerly
     def measuring_hook(state: Any, bucket: GradBucket) -> Future:
         return norms.reduce(state, bucket)
 

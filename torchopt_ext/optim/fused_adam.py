@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext._torch import is_dtensor
+from torchopt_ext._torch import is_dtensor, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
@@ -216,6 +216,7 @@ class FusedAdam(HookedStep, PlannedStep):
         fused_step([self], self._context)
         return loss
 
+    @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -248,12 +249,14 @@ class FusedAdam(HookedStep, PlannedStep):
             self.norm_in_backward.watch(group["params"])
         self._keep_fp32_moments(named, partial=True)
 
+    @run_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's ``zero_grad`` does."""
         super().zero_grad(set_to_none)
         if self.norm_in_backward is not None:
             self.norm_in_backward.restart()
 
+    @run_eagerly
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state dict, in torch's layout.
 

@@ -4,6 +4,8 @@ import contextlib
 import weakref
 from typing import Any
 
+from torchopt_ext._torch import run_eagerly
+
 
 class WeakHook:
     """Calls a method of an owner but does not keep the owner alive.
@@ -16,6 +18,7 @@ class WeakHook:
         self._owner = weakref.ref(owner)
         self._method = method
 
+    @run_eagerly  # code that calls backward may be compiled, and with it what backward calls
     def __call__(self, *args: Any) -> None:
         owner = self._owner()
         if owner is not None:

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchopt_ext import FSDPadaptOptimizer, GradScaler
-from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 from .subject import OURS, make_params, set_gradients
 
@@ -308,4 +308,32 @@ def test_compiled_code_calls_the_step_outside_of_its_graphs(kind: str, way: str)
     assert counters["frames"]["total"] == 2
     assert sum(counters["graph_break"].values()) == 1
     assert len(calls) == 2 * (way == "hooked")
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("kind", "frames"), [("in the step", 5), ("norm in backward", 5), ("in backward", 7)]
+)
+def test_compiled_code_calls_backward_and_its_hooks_outside_of_its_graphs(
+    kind: str, frames: int
+) -> None:
+    model = nn.Linear(1024, 512)
+    optimizer: Any = OURS["AdamW"](
+        model.parameters(), max_grad_norm=1.0, norm_in_backward=kind == "norm in backward"
+    )
+    if kind == "in backward":
+        optimizer = OptimizersInBackwardContainer([model], OURS["AdamW"], {})
+
+    def training(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    torch.compiler.reset()
+    counters.clear()
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        torch.compile(training, backend="eager")(torch.ones(1024))
+    assert counters["frames"]["total"] == frames
     assert not torch.equal(model.weight, before)
