@@ -1,6 +1,4 @@
-"""One rank of tests/distributed/test_zero_checkpoint.py; writes its results as JSON.
-
-Usage: torchrun ... zero_checkpoint_worker.py FOLDER
+"""Cases of test_zero_checkpoint.py: checkpoints move between world sizes, and what does not fit.
 
 A world size loads the checkpoint of another, so all runs share a folder of checkpoints.
 """
@@ -10,12 +8,15 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,8 +29,6 @@ from torchopt_ext.statedict.dcp import load
 from torchopt_ext.zero import ZeroRedundancyOptimizer, load_sharded, sharded_state_dict
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.state_shard import StateShard
-
-Result = dict[str, Any]
 
 # Rows long enough to be cut inside (2-D, 3-D, channels last), short rows, and tensors with fewer
 # elements than ranks.
@@ -134,19 +133,28 @@ def local_state(zero: ZeroRedundancyOptimizer) -> Any:
     return copy.deepcopy(zero.optim.state_dict())
 
 
-def outcome(call: Callable[[], Any], zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> Result:
-    """Returns the call's error, what it changed, and whether the optimizer still steps."""
+def assert_refused(
+    call: Callable[[], Any],
+    zero: ZeroRedundancyOptimizer,
+    params: list[Tensor],
+    error: type[Exception],
+    message: str,
+) -> None:
+    """Asserts that the call raises and changes nothing, and that the optimizer still steps."""
     before = copy.deepcopy([zero.optim.state_dict(), weights(params)])
-    result: Result = {}
-    try:
+    with pytest.raises(error, match=re.escape(message)):
         call()
-    except Exception as error:
-        result = {"raised": type(error).__name__, "message": str(error)}
-    result["changed"] = difference([zero.optim.state_dict(), weights(params)], before)
+    assert difference([zero.optim.state_dict(), weights(params)], before) == ""
     set_gradients(params, 5)
     zero.step()
-    result["steps"] = difference(weights(params), before[1]) != ""
-    return result
+    assert difference(weights(params), before[1]) != ""
+
+
+def gathered(value: Any) -> list[Any]:
+    """Returns the values of all ranks."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def keys_and_shapes(path: Path) -> dict[str, Any]:
@@ -165,16 +173,19 @@ def save(zero: ZeroRedundancyOptimizer, path: Path) -> Path:
 # ---- from world size to world size ---------------------------------------------------------------
 
 
-def start(name: str) -> Result:
+def start(name: str) -> None:
     """Saves an unsharded optimizer's checkpoint, with which the chain begins."""
     params, optimizer = plain(name, 1, 2)
     state = optimizer.state_dict()
     dcp.save({"optimizer": state, "model": weights(params)}, checkpoint_id=folder / f"{name}-plain")
     torch.save({"optimizer": state, "model": weights(params)}, folder / f"{name}.pt")
-    return {}
 
 
-def chain(name: str) -> Result:
+def chain(name: str) -> None:
+    """State is the same at every world size, for sharded and unsharded optimizers that load it.
+
+    Ranks write and read their parts only. Some of them are cut inside a row of memory.
+    """
     size = dist.get_world_size()
     source, partition = CHAIN[size]
     expected = torch.load(folder / f"{name}.pt", weights_only=True)
@@ -201,10 +212,12 @@ def chain(name: str) -> Result:
     held = sum(memory(v) for entry in state["state"].values() for v in entry.values())
     dcp.save({"optimizer": zero, "model": weights(params)}, checkpoint_id=path)
 
-    whole = whole_state(zero)
-    result: Result = {"local": {"allocated": allocated, "held": held}}
+    state = whole_state(zero)
     entries = [v for entry in expected["optimizer"]["state"].values() for v in entry.values()]
-    result["whole"] = sum(v.numel() for v in entries if isinstance(v, Tensor) and v.dim())
+    whole = sum(v.numel() for v in entries if isinstance(v, Tensor) and v.dim())
+    for parts in (gathered(held), gathered(allocated)):
+        assert sum(parts) == whole
+        assert max(parts) <= 1.7 * whole / size
     set_gradients(params, 9)
     zero.step()
     same_params, optimizer = plain(name, 1, 0)
@@ -213,20 +226,18 @@ def chain(name: str) -> Result:
     optimizer.load_state_dict(copy.deepcopy(expected["optimizer"]))
     set_gradients(same_params, 9)
     optimizer.step()
-    result["next step"] = difference(weights(params), weights(same_params))
+    assert difference(weights(params), weights(same_params)) == ""
     if dist.get_rank() == 0:
-        result["local"]["state"] = difference(whole, expected["optimizer"])
-        result["local"]["unsharded"] = loaded_unsharded(name, path, expected)
+        assert difference(state, expected["optimizer"]) == ""
+        assert loaded_unsharded(name, path, expected) == ""
         keys, expected_keys = keys_and_shapes(path), keys_and_shapes(folder / f"{name}-plain")
         for key in keys.keys() - expected_keys.keys():
             # Every rank saves its control with its first parameter.
             if "torchopt_ext.control" in key:
                 del keys[key]
-        result["local"]["keys"] = difference(
-            dict(sorted(keys.items())), dict(sorted(expected_keys.items()))
-        )
-        result["local"]["cut inside a row"] = cut_inside_a_row(path)
-    return result
+        assert keys == expected_keys
+        if size == 4:
+            assert cut_inside_a_row(path) == [[2, 50, 200], [3, 64, 16, 15], [3, 10000]]
 
 
 def memory(value: Any) -> int:
@@ -256,7 +267,7 @@ def cut_inside_a_row(path: Path) -> list[list[int]]:
     return sorted(map(list, {tuple(shape) for shape in found}))
 
 
-def tiny(partition: str) -> Result:
+def tiny(partition: str) -> None:
     """Saves and loads a single tensor. Ranks without it still count the schedule's steps."""
 
     def build() -> tuple[list[Tensor], ZeroRedundancyOptimizer]:
@@ -269,25 +280,23 @@ def tiny(partition: str) -> Result:
     _, again = build()
     load_sharded(again, path)
     whole = whole_state(zero)
-    counts = whole["state"][0]["torchopt_ext.control"] if whole else {"steps": 1}
-    return {
-        "difference": difference(local_state(again)["state"], local_state(zero)["state"]),
-        "steps": [float(again.control.steps), float(counts["steps"])],
-        "local": len(zero.optim.state),
-    }
+    assert difference(local_state(again)["state"], local_state(zero)["state"]) == ""
+    assert again.control.steps == 1
+    assert not whole or whole["state"][0]["torchopt_ext.control"]["steps"] == 1
+    assert sorted(gathered(len(zero.optim.state))) == [0] * (dist.get_world_size() - 1) + [1]
 
 
-def without_state() -> Result:
+def without_state() -> None:
     """Loads the checkpoint of an optimizer without steps into an optimizer that has stepped."""
     _, fresh = sharded("adamw", 1, "greedy")
     path = save(fresh, folder / f"fresh-{dist.get_world_size()}")
     _, zero = stepped("adamw")
-    before = len(zero.optim.state)
+    assert zero.optim.state
     load_sharded(zero, path)
-    return {"before": before > 0, "after": len(zero.optim.state)}
+    assert not zero.optim.state
 
 
-def other_masters() -> Result:
+def other_masters() -> None:
     """Loads fp32 masters into optimizers with remainders, sharded and unsharded, and steps."""
     expected = torch.load(folder / "fp32.pt", weights_only=True)
     same_params, optimizer = plain("remainder", 3, 0)
@@ -301,16 +310,14 @@ def other_masters() -> Result:
     optimizer.step()
     zero.step()
     whole = whole_state(zero)
-    return {
-        "weights": difference(weights(params), weights(same_params)),
-        "local": difference(whole, optimizer.state_dict()) if whole else "",
-    }
+    assert difference(weights(params), weights(same_params)) == ""
+    assert not whole or difference(whole, optimizer.state_dict()) == ""
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def consolidated(partition: str) -> Result:
+def consolidated(partition: str) -> None:
     """Saves when rank 0 holds all of the state, and so writes the other ranks' parts, too."""
     _, zero = stepped("adamw", partition)
     whole = whole_state(zero)
@@ -324,24 +331,25 @@ def consolidated(partition: str) -> Result:
             tensor.zero_()
     dcp.load({"optimizer": same}, checkpoint_id=path)  # torch's load, in place
     in_place = whole_state(same)
-    return {"local": [difference(found, whole), difference(in_place, whole)] if whole else []}
+    assert difference(found, whole) == difference(in_place, whole) == ""
 
 
-def part_of_state(partition: str) -> Result:
-    """Gives a rank's part to torch.save, and loads it with the same or another partition."""
+def part_of_state() -> None:
+    """A rank's part loads with the same partition only, and torch.save rejects it."""
     _, zero = stepped("fused")
     state = zero.state_dict()
-    result: Result = {}
-    try:
+    with pytest.raises(RuntimeError, match=r"`consolidate_state_dict\(to=...\)` on all ranks"):
         torch.save(state, folder / f"part-{dist.get_rank()}")
-    except RuntimeError as error:
-        result["torch.save"] = str(error)
-    other_params, other = stepped("fused", partition)
-    result |= outcome(lambda: other.load_state_dict(state), other, other_params)
-    return result | {"local": result.pop("message", "")}
+    _, same = stepped("fused")
+    before = local_state(same)
+    same.load_state_dict(state)
+    assert difference(local_state(same), before) == ""
+    params, other = stepped("fused", "greedy")
+    load = partial(other.load_state_dict, state)
+    assert_refused(load, other, params, ValueError, "but this rank owns")
 
 
-def asynchronous(writer: bool) -> Result:
+def asynchronous(writer: bool) -> None:
     """Steps after async_save, with an optimizer that updates its state in place."""
     params, zero = stepped("fused")
     path = folder / f"async-{writer}-{dist.get_world_size()}"
@@ -361,51 +369,48 @@ def asynchronous(writer: bool) -> Result:
     _, other = sharded("fused", 4, "greedy")
     load_sharded(other, path)
     found = whole_state(other)
-    if dist.get_rank():
-        return {}
-    return {"saved": difference(found, expected), "moved": difference(moved, expected) != ""}
+    assert difference(found, expected) == ""
+    assert dist.get_rank() or difference(moved, expected) != ""
 
 
-def unstorable(value: Any) -> Result:
+def unstorable(value: Any) -> None:
     """Saves while the last rank has a state entry that DCP would not load again."""
     _, zero = stepped("adamw")
-    extra = {}
-    if dist.get_rank() == dist.get_world_size() - 1:
-        extra = next(iter(zero.optim.state.values()))
-        extra["extra"] = value
-    result: Result = {}
-    try:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if last:
+        next(iter(zero.optim.state.values()))["extra"] = value
+    with pytest.raises(TypeError if last else ValueError) as error:
         sharded_state_dict(zero)
-    except Exception as error:
-        result = {"raised": type(error).__name__, "message": str(error)}
-    extra.pop("extra", None)
-    return {"local": result}
+    first, found = gathered(str(error.value))
+    assert first == f"rank 1: TypeError: {found}"
+    assert found.startswith("state.1.extra")
 
 
 # ---- loading what does not fit -------------------------------------------------------------------
 
 
-def refused(name: str, **other: Any) -> Result:
+def refused(error: type[Exception], message: str, name: str = "fused", **other: Any) -> None:
     """Loads a checkpoint of another model or of another optimizer."""
     _, zero = stepped("fused")
     path = save(zero, folder / f"refused-{dist.get_world_size()}")
     params, wrong = sharded(name, 2, "balanced", **other)
     set_gradients(params, 3)
     wrong.step()
-    return outcome(lambda: load_sharded(wrong, path), wrong, params)
+    assert_refused(lambda: load_sharded(wrong, path), wrong, params, error, message)
 
 
 def with_shape(index: int, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [*SHAPES[:index], shape, *SHAPES[index + 1 :]]
 
 
-def other_key() -> Result:
+def other_key() -> None:
     params, zero = stepped("fused")
     path = save(zero, folder / f"key-{dist.get_world_size()}")
-    return outcome(lambda: load_sharded(zero, path, key="optim"), zero, params)
+    load = partial(load_sharded, zero, path, key="optim")
+    assert_refused(load, zero, params, ValueError, "no 'optim'; it has ['optimizer']")
 
 
-def damaged(how: Callable[[Path], object]) -> Result:
+def damaged(error: type[Exception], message: str, how: Callable[[Path], object]) -> None:
     """Loads a checkpoint after `how` damaged the last rank's file."""
     params, zero = stepped("fused")
     path = folder / f"damaged-{dist.get_world_size()}"
@@ -415,10 +420,10 @@ def damaged(how: Callable[[Path], object]) -> Result:
     if dist.get_rank() == 0:
         how(sorted(path.glob("*.distcp"))[-1])
     dist.barrier()
-    return outcome(lambda: load_sharded(zero, path), zero, params)
+    assert_refused(lambda: load_sharded(zero, path), zero, params, error, message)
 
 
-def incomplete() -> Result:
+def incomplete() -> None:
     """Loads a checkpoint that only the first rank wrote."""
     params, zero = stepped("fused")
     path = folder / f"incomplete-{dist.get_world_size()}"
@@ -426,7 +431,8 @@ def incomplete() -> Result:
     if dist.get_rank() == 0:
         dcp.save({"optimizer": state}, checkpoint_id=path, no_dist=True)
     dist.barrier()
-    return outcome(lambda: load_sharded(zero, path), zero, params)
+    message = "of its 20000 elements, so not all ranks saved theirs"
+    assert_refused(lambda: load_sharded(zero, path), zero, params, ValueError, message)
 
 
 class Evil:
@@ -434,33 +440,35 @@ class Evil:
         return os.mkdir, (str(folder / f"evil-{dist.get_rank()}"),)
 
 
-def pickled_code() -> Result:
+def pickled_code() -> None:
     params, zero = stepped("fused")
     _, optimizer = plain("fused", 1, 1)
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = Evil()
     path = folder / f"pickled-{dist.get_world_size()}"
     dcp.save({"optimizer": state}, checkpoint_id=path)
-    result = outcome(lambda: load_sharded(zero, path), zero, params)
-    return result | {"ran": list(map(str, folder.glob("evil-*")))}
+    load = partial(load_sharded, zero, path)
+    assert_refused(load, zero, params, RuntimeError, "Weights only load failed")
+    assert not list(folder.glob("evil-*"))
 
 
-def pickled_metadata() -> Result:
+def pickled_metadata() -> None:
     """Loads a checkpoint whose pickled metadata would run code."""
     params, zero = stepped("fused")
     path = folder / f"metadata-{dist.get_world_size()}"
     path.mkdir(exist_ok=True)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     dist.barrier()
-    result = outcome(lambda: load_sharded(zero, path), zero, params)
-    return result | {"ran": list(map(str, folder.glob("evil-*")))}
+    load = partial(load_sharded, zero, path)
+    assert_refused(load, zero, params, RuntimeError, ".metadata refers to posix.mkdir")
+    assert not list(folder.glob("evil-*"))
 
 
-def subgroup() -> Result:
+def subgroup() -> None:
     """Saves and loads an optimizer of ranks 1 and 2 of three."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        return {}
+        return
     params = make_params(torch.float32, 1)
 
     def build() -> ZeroRedundancyOptimizer:
@@ -477,11 +485,11 @@ def subgroup() -> Result:
     dcp.save(state, checkpoint_id=path, process_group=group)
     again = build()
     load_sharded(again, dcp.FileSystemReader(path))
-    return {"difference": difference(local_state(again), expected)}
+    assert difference(local_state(again), expected) == ""
 
 
-def cases() -> dict[str, Callable[[], Result]]:
-    found: dict[str, Callable[[], Result]] = {}
+def cases() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
     size = dist.get_world_size()
     for name in OPTIMIZERS:
         if size == 1:
@@ -491,6 +499,8 @@ def cases() -> dict[str, Callable[[], Result]]:
     if size == 3:
         found["subgroup"] = subgroup
     if size == 2:
+        moment = "exp_avg of parameter 6 has shape (70, 130), "
+        reading = "reading the optimizer state: rank "
         found |= {
             "without state": without_state,
             "other masters": other_masters,
@@ -498,19 +508,32 @@ def cases() -> dict[str, Callable[[], Result]]:
             "async, writer": lambda: asynchronous(True),
             "consolidated greedy": lambda: consolidated("greedy"),
             "consolidated balanced": lambda: consolidated("balanced"),
-            "part": lambda: part_of_state("balanced"),
-            "part of another": lambda: part_of_state("greedy"),
+            "part": part_of_state,
             "function": lambda: unstorable(lambda: None),
             "sparse": lambda: unstorable(torch.ones(3).to_sparse()),
             "number as key": lambda: unstorable({1: 2.0}),
-            "other shape": lambda: refused("fused", shapes=with_shape(1, (70, 131))),
-            "transposed": lambda: refused("adamw", shapes=with_shape(1, (130, 70))),
-            "fewer parameters": lambda: refused("fused", shapes=SHAPES[:-2]),
-            "other groups": lambda: refused("fused", one_group=True),
+            "other shape": lambda: refused(
+                ValueError, f"{moment}expected (70, ", shapes=with_shape(1, (70, 131))
+            ),
+            "transposed": lambda: refused(
+                ValueError, f"{moment}expected (130, ", "adamw", shapes=with_shape(1, (130, 70))
+            ),
+            "fewer parameters": lambda: refused(
+                ValueError, "group 0 has 6 parameters, expected 5", shapes=SHAPES[:-2]
+            ),
+            "other groups": lambda: refused(
+                ValueError, "2 parameter groups, expected 1", one_group=True
+            ),
             "other key": other_key,
-            "missing file": lambda: damaged(Path.unlink),
-            "truncated file": lambda: damaged(lambda p: os.truncate(p, p.stat().st_size // 2)),
-            "no metadata": lambda: damaged(lambda p: p.with_name(".metadata").unlink()),
+            "missing file": lambda: damaged(RuntimeError, reading, Path.unlink),
+            "truncated file": lambda: damaged(
+                RuntimeError, reading, lambda p: os.truncate(p, p.stat().st_size // 2)
+            ),
+            "no metadata": lambda: damaged(
+                RuntimeError,
+                "the checkpoint: ValueError: there is no checkpoint in",
+                lambda p: p.with_name(".metadata").unlink(),
+            ),
             "incomplete": incomplete,
             "pickled code": pickled_code,
             "pickled metadata": pickled_metadata,
