@@ -1,10 +1,8 @@
-"""One rank of tests/distributed/test_zero_exchange.py; writes its results as JSON.
-
-Usage: torchrun ... zero_exchange_worker.py FOLDER
-"""
+"""Cases of test_zero_exchange.py: three ranks exchange text, errors and optimizer state."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
@@ -12,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_cases import difference, run_cases
@@ -25,10 +25,10 @@ from torchopt_ext.optim import collective
 from torchopt_ext.zero import exchange
 from torchopt_ext.zero.exchange import Entry
 
-Result = dict[str, Any]
 State = dict[int, dict[Any, Any]]
 
 MB = 1 << 20
+QUICK = 20  # seconds; the group's timeout is 60, and a call takes well below 1
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
     torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64,
@@ -70,22 +70,26 @@ def copy_difference(found: Any, expected: Any) -> str:
     return difference(found, expected)
 
 
-def outcome(call: Callable[[], Any]) -> Result:
-    """Returns the call's error, or whether it returned a value, and its seconds."""
-    start = time.monotonic()
-    try:
-        result = {"returned": None if call() is None else "something"}
-    except Exception as error:
-        cause = type(error.__cause__).__name__
-        result = {"raised": type(error).__name__, "message": str(error), "cause": cause}
-    return {**result, "seconds": time.monotonic() - start}
+@contextmanager
+def raises(error: type[Exception], start: str, *parts: str, end: str = "") -> Iterator[None]:
+    """Asserts that the block soon raises the same message on all ranks."""
+    begin = time.monotonic()
+    with pytest.raises(error) as raised:
+        yield
+    assert time.monotonic() - begin < QUICK
+    message = str(raised.value)
+    assert collective.all_gather_text(message, world()) == [message] * dist.get_world_size()
+    assert message.startswith(start) and message.endswith(end), message
+    assert all(part in message for part in parts), message
 
 
-def gathered(by_rank: list[list[Entry]], expected: State, to: int) -> Result:
+def gathered(by_rank: list[list[Entry]], expected: State, to: int) -> None:
+    """Asserts that only the target gets the state, with equal bits, strides and order."""
     state = exchange.gather_entries(by_rank[dist.get_rank()], to, world())
-    if dist.get_rank() != to:
-        return {"target": False, "difference": "" if state is None else "not None"}
-    return {"target": True, "difference": copy_difference(state, expected)}
+    if dist.get_rank() == to:
+        assert copy_difference(state, expected) == ""
+    else:
+        assert state is None
 
 
 # ---- text and agreement --------------------------------------------------------------------------
@@ -94,11 +98,9 @@ def gathered(by_rank: list[list[Entry]], expected: State, to: int) -> Result:
 TEXTS = ["", "any\u00efthing \U0001f600 \ud800", "x" * 5000]
 
 
-def all_gather_text() -> Result:
-    size = dist.get_world_size()
-    found = collective.all_gather_text(TEXTS[dist.get_rank()], world())
-    empty = collective.all_gather_text("", world())
-    return {"found": found == TEXTS[:size], "empty": empty == [""] * size}
+def all_gather_text() -> None:
+    assert collective.all_gather_text(TEXTS[dist.get_rank()], world()) == TEXTS
+    assert collective.all_gather_text("", world()) == [""] * len(TEXTS)
 
 
 @contextmanager
@@ -118,27 +120,53 @@ def traffic() -> Iterator[list[int]]:
         dist.all_gather = original
 
 
-def agree(error: str | None) -> Result:
-    """Agrees on an error that only the last rank has."""
-    mine = error if dist.get_rank() == dist.get_world_size() - 1 else None
+def agree() -> None:
+    """Agreement costs one length. An error of one rank is named on all."""
     with traffic() as sizes:
-        result = outcome(lambda: collective.agree(mine, world()))
-    return {**result, "traffic": sizes}
+        collective.agree(None, world())
+    assert sizes == [8]
+    for error, message in (("no space", "rank 2: no space"), ("", "rank 2: ")):
+        with raises(RuntimeError, message):
+            collective.agree(error if is_last() else None, world())
 
 
-def check_same(mine: list[str], last: list[str] | None = None) -> Result:
-    """Compares descriptions. The last rank may have others (`last`)."""
-    if last is not None and dist.get_rank() == dist.get_world_size() - 1:
-        mine = last
-    with traffic() as sizes:
-        result = outcome(lambda: exchange.check_same(mine, "parameters", world()))
-    return {**result, "traffic": sizes}
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+NAMES = ["'a': float32 (2,)", "'b': float32 (3,)", "'c': float32 (4,)"]
+OTHERS: dict[str, tuple[list[str], list[str], str]] = {
+    "other shape": (
+        NAMES, [NAMES[0], "'b': float32 (4,)", NAMES[2]],
+        "1: 'b': float32 (3,) on rank 0, 1; 'b': float32 (4,) on rank 2",
+    ),
+    "other order": (
+        NAMES, NAMES[::-1], "0: 'a': float32 (2,) on rank 0, 1; 'c': float32 (4,) on rank 2",
+    ),
+    "one more": (
+        NAMES, [*NAMES, "'d': float32 (1,)"],
+        "3: nothing on rank 0, 1; 'd': float32 (1,) on rank 2",
+    ),
+    "one less": (NAMES, NAMES[:-1], "2: 'c': float32 (4,) on rank 0, 1; nothing on rank 2"),
+    "split otherwise": (["a", "b"], ["a, b"], "0: a on rank 0, 1; a, b on rank 2"),
+}  # fmt: skip
+
+
+def check_same() -> None:
+    """The same parameters cost a count and a digest. Others of the last rank are named."""
+    for same in (NAMES * 100, []):
+        with traffic() as sizes:
+            exchange.check_same(same, "parameters", world())
+        assert sizes == [16]
+    for mine, last, found in OTHERS.values():
+        with raises(ValueError, "", "differ in their parameters", end=f"position {found}"):
+            exchange.check_same(last if is_last() else mine, "parameters", world())
 
 
 # ---- state ---------------------------------------------------------------------------------------
 
 
-def whole_tensors(to: int) -> Result:
+def whole_tensors(to: int) -> None:
     """Gathers tensors of all dtypes, layouts and sizes, of other parameters on every rank."""
     size = dist.get_world_size()
     by_rank: list[list[Entry]] = []
@@ -159,10 +187,10 @@ def whole_tensors(to: int) -> Result:
             entries += [Entry(index, name, value) for name, value in values.items()]
         by_rank.append(entries)
     expected = {index: everything[index] for index in sorted(everything)}
-    return gathered(by_rank, expected, to)
+    gathered(by_rank, expected, to)
 
 
-def large_tensors(to: int) -> Result:
+def large_tensors(to: int) -> None:
     """Gathers tensors around the transports' size limits, and strided tensors in pieces."""
     by_rank: list[list[Entry]] = []
     expected: State = {}
@@ -184,10 +212,10 @@ def large_tensors(to: int) -> Result:
             assert values[name].nbytes > exchange.MAX_PACKED_BYTES
         expected[rank] = values
         by_rank.append([Entry(rank, name, value) for name, value in values.items()])
-    return gathered(by_rank, expected, to)
+    gathered(by_rank, expected, to)
 
 
-def other_values() -> Result:
+def other_values() -> None:
     """Gathers values that are not tensors, some with tensors inside."""
     size = dist.get_world_size()
     by_rank, expected = [], {}
@@ -207,10 +235,10 @@ def other_values() -> Result:
             **values, "parameter": grad.detach().clone(), "conj": torch.tensor([1 - 2j, 3 + 1j]),
             "neg": torch.tensor([-2.0, 1.0]),
         }  # fmt: skip
-    return gathered(by_rank, expected, to=0)
+    gathered(by_rank, expected, to=0)
 
 
-def parts(to: int) -> Result:
+def parts(to: int) -> None:
     """Gathers uneven, empty and large parts that all ranks hold, and whole values."""
     size = dist.get_world_size()
     shapes = {0: (5, 7), 4: (3 * MB + 1, 2), 2: (size,), 1: (), 3: (0, 3)}
@@ -232,68 +260,73 @@ def parts(to: int) -> Result:
         by_rank[rank].append(Entry(0, f"own {rank}", rank))
     expected: State = {index: {"exp_avg": full[index]} for index in sorted(full)}
     expected[0] |= {"step": torch.tensor(0.0), **{f"own {r}": r for r in range(size)}}
-    return gathered(by_rank, expected, to)
+    gathered(by_rank, expected, to)
 
 
-def parts_not_contiguous() -> Result:
+def parts_not_contiguous() -> None:
     """Gathers parts of a tensor with permuted dimensions."""
     size = dist.get_world_size()
     flat = random((size, 24), torch.float32, 0)
     full = flat.view(size, 6, 4).permute(1, 2, 0)
     spread = flat[:, :, None].expand(size, 24, 2).contiguous()[:, :, 0]
     by_rank = [[Entry(7, "m", spread[r], full, 24 * r)] for r in range(size)]
-    return gathered(by_rank, {7: {"m": full}}, to=0)
+    gathered(by_rank, {7: {"m": full}}, to=0)
 
 
-def nothing() -> Result:
-    return gathered([[] for _ in range(dist.get_world_size())], {}, to=0)
+def nothing() -> None:
+    gathered([[] for _ in range(dist.get_world_size())], {}, to=0)
 
 
-def wrong_parts(first: Entry, last: Entry) -> Result:
+def wrong_parts(first: Entry, last: Entry, says: str) -> None:
     """Gathers wrong parts of the first and last rank. No rank sends the large values after them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     entries = {0: [first], size - 1: [last]}.get(rank, [])
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
-    result = outcome(lambda: exchange.gather_entries(entries, 0, world()))
+    with raises(ValueError, "", "parameter 4 ['exp_avg']", says):
+        exchange.gather_entries(entries, 0, world())
     collective.agree(None, world())  # works, so no message is left over
-    return result
 
 
 def part(begin: int, end: int, shape: tuple[int, ...] = (2, 5), **kwargs: Any) -> Entry:
     return Entry(4, "exp_avg", torch.ones(end - begin, **kwargs), torch.empty(shape), begin)
 
 
-WRONG_PARTS: dict[str, tuple[Entry, Entry]] = {
-    "overlap": (part(0, 6), part(5, 10)),
-    "hole": (part(0, 4), part(5, 10)),
-    "no begin": (part(1, 5), part(5, 10)),
-    "no end": (part(0, 5), part(5, 9)),
-    "same twice": (part(0, 10), part(0, 10)),
-    "too far": (part(0, 5), part(5, 11)),
-    "negative": (part(0, 5), part(-1, 10)),
-    "shape": (part(0, 5), part(5, 10, (5, 2))),
-    "dtype": (part(0, 5), part(5, 10, dtype=torch.float64)),
+WRONG_PARTS: dict[str, tuple[Entry, Entry, str]] = {
+    "overlap": (part(0, 6), part(5, 10), "bytes [(0, 24), (20, 40)], expected all 40 once"),
+    "hole": (part(0, 4), part(5, 10), "bytes [(0, 16), (20, 40)]"),
+    "no begin": (part(1, 5), part(5, 10), "bytes [(4, 20), (20, 40)]"),
+    "no end": (part(0, 5), part(5, 9), "bytes [(0, 20), (20, 36)]"),
+    "same twice": (part(0, 10), part(0, 10), "bytes [(0, 40), (0, 40)]"),
+    "too far": (part(0, 5), part(5, 11), "bytes [(0, 20), (20, 44)]"),
+    "negative": (part(0, 5), part(-1, 10), "bytes [(-4, 40), (0, 20)]"),
+    "shape": (part(0, 5), part(5, 10, (5, 2)), "shape (5, 2)"),
+    "dtype": (part(0, 5), part(5, 10, dtype=torch.float64), "torch.float64"),
     "large dtype": (
-        part(0, 5, (3 * MB,)), part(5, 3 * MB, (3 * MB,), dtype=torch.float64),
+        part(0, 5, (3 * MB,)), part(5, 3 * MB, (3 * MB,), dtype=torch.float64), "torch.float64",
     ),
-    "whole and part": (Entry(4, "exp_avg", torch.ones(2, 5)), part(0, 10)),
-    "part and whole": (part(0, 10), Entry(4, "exp_avg", torch.ones(2, 5))),
+    "whole and part": (
+        Entry(4, "exp_avg", torch.ones(2, 5)), part(0, 10),
+        "has a part of it, of torch.float32 and shape (2, 5), a lower rank all",
+    ),
+    "part and whole": (part(0, 10), Entry(4, "exp_avg", torch.ones(2, 5)), "has all of it"),
 }  # fmt: skip
 
 
-def unsendable(value: Any, **kwargs: Any) -> Result:
+def unsendable(says: str, value: Any, **kwargs: Any) -> None:
     """Gathers large state, and a value of the last rank that cannot be sent."""
     entries = [Entry(dist.get_rank(), "exp_avg", torch.ones(8 * MB))]
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if is_last():
         entries.append(Entry(3, "hook", value, **kwargs))
-    return outcome(lambda: exchange.gather_entries(entries, 0, world()))
+    start = "rank 2: consolidating the optimizer state: state of parameter 3 ['hook']: "
+    with raises(RuntimeError, start, says):
+        exchange.gather_entries(entries, 0, world())
 
 
-def subgroup() -> Result:
+def subgroup() -> None:
     """Gathers in a group of ranks 1 and 2 of three. Rank 0 does not wait."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        return {}
+        return
     mine = dist.get_rank(group)
     entries = [
         Entry(mine, "whole", random((2 * MB,), torch.float32, mine)),
@@ -304,32 +337,38 @@ def subgroup() -> Result:
         **{r: {"whole": random((2 * MB,), torch.float32, r)} for r in range(2)},
         5: {"part": torch.tensor([0.0, 0, 0, 1, 1, 1])},
     }
-    return {
-        "device": str(collective.comm_device(group)),
-        "texts": collective.all_gather_text(f"global {dist.get_rank()}", group),
-        "agree": outcome(lambda: collective.agree(f"bad {mine}" if mine else None, group)),
-        "check_same": outcome(lambda: exchange.check_same([str(mine)], "parameters", group)),
-        "target": state is not None,
-        "difference": copy_difference(state, expected) if mine == 1 else "",
-    }
+    assert copy_difference(state, expected) == "" if mine == 1 else state is None
+    assert str(collective.comm_device(group)) == "cpu"
+    texts = collective.all_gather_text(f"global {dist.get_rank()}", group)
+    assert texts == ["global 1", "global 2"]
+    with pytest.raises(RuntimeError, match=r"^rank 1: bad 1$"):
+        collective.agree(f"bad {mine}" if mine else None, group)
+    with pytest.raises(ValueError, match=r"position 0: 0 on rank 0; 1 on rank 1$"):
+        exchange.check_same([str(mine)], "parameters", group)
 
 
 # ---- a rank that fails, and memory ---------------------------------------------------------------
 
 
-def late(call: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> Result:
+def late(what: str, call: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> None:
     """Makes a call that the last rank does not join, or joins only in the agreement."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     collective.agree(None, group)  # connects the ranks before the call
     dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if is_last():
         if agreed:
             collective.agree(None, group)
-        dist.barrier()
-        return {}
-    result = outcome(lambda: call(group))
+    elif dist.get_rank() == 0:
+        begin = time.monotonic()
+        message = f"^{what}: a rank of the group died, is late"
+        with pytest.raises(RuntimeError, match=message) as error:
+            call(group)
+        assert error.value.__cause__ is not None
+        assert time.monotonic() - begin < QUICK
+    else:
+        with contextlib.suppress(RuntimeError):
+            call(group)
     dist.barrier()
-    return result
 
 
 def resident() -> int:
@@ -360,10 +399,18 @@ def growth() -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def memory() -> Result:
-    """Gathers 128 MB from the last rank, by every transport."""
+def memory() -> None:
+    """Sends 128 MB from the last rank, by every transport.
+
+    They take far less than a copy on the sender, and little more than a copy on the target.
+    """
+    with growth() as seen:  # proves that the test sees growth
+        tensor = torch.ones(16 * MB)
+        time.sleep(0.05)
+    assert seen["bytes"] > 60 * MB
+    del tensor
     entries: list[Entry] = []
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if is_last():
         values = {
             "pieces": torch.ones(12 * MB),
             "channels_last": torch.ones(2, 4, 1024, 1024).to(memory_format=torch.channels_last),
@@ -377,57 +424,52 @@ def memory() -> Result:
     dist.barrier()
     with growth() as grown:
         state = exchange.gather_entries(entries, 0, world())
-    return {"grown": grown["bytes"] / MB, "target": state is not None}
+    if dist.get_rank() == 0:
+        assert state is not None
+        assert 120 * MB < grown["bytes"] < (128 + 40) * MB
+    else:
+        assert state is None
+        assert grown["bytes"] < 40 * MB
 
 
-def growth_is_seen() -> Result:
-    """Measures the growth by a tensor, to prove that the test of memory sees it."""
-    with growth() as grown:
-        tensor = torch.ones(16 * MB)
-        time.sleep(0.05)
-    return {"grown": grown["bytes"] / MB, "held": tensor.numel()}
-
-
-NAMES = ["'a': float32 (2,)", "'b': float32 (3,)", "'c': float32 (4,)"]
-
-
-def cases() -> dict[str, Callable[[], Result]]:
-    last = dist.get_world_size() - 1
-    found: dict[str, Callable[[], Result]] = {
+def cases() -> dict[str, Callable[[], None]]:
+    gather = exchange.gather_entries
+    found: dict[str, Callable[[], None]] = {
         "text": all_gather_text,
-        "agree": lambda: agree(None),
-        "disagree": lambda: agree("no space"),
-        "disagree silently": lambda: agree(""),
-        "same": lambda: check_same(NAMES * 100),
-        "same, none": lambda: check_same([]),
-        "other shape": lambda: check_same(NAMES, [NAMES[0], "'b': float32 (4,)", NAMES[2]]),
-        "other order": lambda: check_same(NAMES, NAMES[::-1]),
-        "one more": lambda: check_same(NAMES, [*NAMES, "'d': float32 (1,)"]),
-        "one less": lambda: check_same(NAMES, NAMES[:-1]),
-        "split otherwise": lambda: check_same(["a", "b"], ["a, b"]),
-        "whole to first": lambda: whole_tensors(0),
-        "whole to last": lambda: whole_tensors(last),
-        "large to first": lambda: large_tensors(0),
-        "large to last": lambda: large_tensors(last),
+        "agree": agree,
+        "check same": check_same,
         "other values": other_values,
-        "parts to first": lambda: parts(0),
-        "parts to last": lambda: parts(last),
         "parts, not contiguous": parts_not_contiguous,
         "nothing": nothing,
-        "function": lambda: unsendable(lambda: None),
-        "sparse": lambda: unsendable([torch.ones(3).to_sparse()]),
-        "meta": lambda: unsendable(torch.ones(3, device="meta")),
-        "subclass": lambda: unsendable(torch.nn.UninitializedParameter()),
-        "part of a float": lambda: unsendable(1.0, whole=torch.empty(3)),
-        "growth": growth_is_seen,
+        "function": lambda: unsendable(
+            "cannot send a function; state may hold tensors, numbers", lambda: None
+        ),
+        "sparse": lambda: unsendable("layout torch.sparse_coo", [torch.ones(3).to_sparse()]),
+        "meta": lambda: unsendable("on meta", torch.ones(3, device="meta")),
+        "subclass": lambda: unsendable(
+            "cannot send a UninitializedParameter", torch.nn.UninitializedParameter()
+        ),
+        "part of a float": lambda: unsendable(
+            "is a float, expected a tensor", 1.0, whole=torch.empty(3)
+        ),
         "memory": memory,
-        "late state": lambda: late(lambda g: exchange.gather_entries([], 0, g), agreed=True),
-        "late agreement": lambda: late(lambda g: exchange.gather_entries([], 0, g)),
-        "late check": lambda: late(lambda g: exchange.check_same(NAMES, "parameters", g)),
+        "late state": lambda: late(
+            "consolidating the optimizer state", lambda g: gather([], 0, g), agreed=True
+        ),
+        "late agreement": lambda: late(
+            "agreeing on whether every rank can go on", lambda g: gather([], 0, g)
+        ),
+        "late check": lambda: late(
+            "comparing the parameters of the ranks",
+            lambda g: exchange.check_same(NAMES, "parameters", g),
+        ),
         "subgroup": subgroup,
     }
-    for name, (first, other) in WRONG_PARTS.items():
-        found[f"wrong: {name}"] = lambda f=first, o=other: wrong_parts(f, o)
+    for call in (whole_tensors, large_tensors, parts):
+        for to in (0, dist.get_world_size() - 1):
+            found[f"{call.__name__} to {to}"] = partial(call, to)
+    for name, wrong in WRONG_PARTS.items():
+        found[f"wrong: {name}"] = partial(wrong_parts, *wrong)
     return found
 
 
