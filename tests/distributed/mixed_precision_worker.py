@@ -1,16 +1,15 @@
-"""One rank of tests/distributed/test_mixed_precision.py; writes its results as JSON.
-
-Usage: torchrun ... mixed_precision_worker.py FOLDER
-"""
+"""Cases of test_mixed_precision.py: equal bits, one decision, checkpoints that move."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from mixed_precision_checkpoints import checkpoint_cases
@@ -18,14 +17,12 @@ from mixed_precision_common import (
     BASES,
     DYNAMIC,
     Job,
-    Result,
+    assert_alike,
     differing,
     full_gradients,
     full_weights,
     in_full,
-    largest,
     one_mesh,
-    refused,
 )
 from rank_cases import run_cases
 from torch import Tensor, nn
@@ -47,23 +44,19 @@ from torchopt_ext.optim.control import Controlled
 # ---- bits --------------------------------------------------------------------------------------
 
 
-def bits(base: str, dtype: torch.dtype) -> Result:
-    """Compares five steps on tensors sharded by rows with the same steps on whole tensors."""
+def bits(base: str, dtype: torch.dtype) -> None:
+    """Five steps on tensors sharded by rows give the bits of the steps on whole tensors."""
     config = DYNAMIC if dtype == torch.float16 else None
     sharded = Job(base, dtype, one_mesh(), grad_scal_cfg=config).run(range(5))
     whole = Job(base, dtype, grad_scal_cfg=config).run(range(5))
-    norms = [job.optimizer.grad_norm.item().hex() for job in (sharded, whole)]
-    return {
-        "differing": differing(sharded.values(), whole.values()),
-        "difference": largest(sharded.values(), whole.values()),
-        "norms": norms,
-        "scales": [job.optimizer.loss_scale.item() for job in (sharded, whole)],
-        "moved": differing(whole.params, full_weights(dtype)) != "",
-    }
+    assert sharded.optimizer.grad_norm.equal(whole.optimizer.grad_norm)
+    assert sharded.optimizer.loss_scale.equal(whole.optimizer.loss_scale)
+    assert differing(whole.params, full_weights(dtype)) != ""
+    assert_alike(base, sharded.values(), whole.values())
 
 
-def placements(kind: str) -> Result:
-    """Returns the norms of other placements, in which every element must count once."""
+def placements(kind: str) -> None:
+    """Every element counts once in the norm of other placements, with or without a group."""
     size = dist.get_world_size()
     if kind == "replicated":
         mesh, how = one_mesh(), [Replicate()]
@@ -72,49 +65,41 @@ def placements(kind: str) -> Result:
     else:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
         how = [Replicate(), Shard(0)]
-    found = {}
-    for group in (None, dist.group.WORLD):
-        job = Job("adamw", mesh=mesh, placements=how, process_group=group)
-        fused = Job("fused", mesh=mesh, placements=how, process_group=group)
-        job.step(0)
-        fused.step(0)
-        name = "group" if group is not None else "meshes"
-        found[name] = [job.optimizer.grad_norm.item(), fused.optimizer.grad_norm.item()]
     whole = Job("fused")
     whole.step(0)
-    return {**found, "whole": whole.optimizer.grad_norm.item()}
+    for base, group in itertools.product(("adamw", "fused"), (None, dist.group.WORLD)):
+        job = Job(base, mesh=mesh, placements=how, process_group=group)
+        job.step(0)
+        assert job.optimizer.grad_norm.equal(whole.optimizer.grad_norm), (base, group)
 
 
 # ---- decisions ---------------------------------------------------------------------------------
 
 
-def planted(base: str, value: float) -> Result:
-    """Steps with a non-finite gradient on each rank in turn. Returns every rank's decisions."""
+def planted(base: str, value: float) -> None:
+    """All ranks skip if one has a non-finite gradient, each in turn. Only the scale changes."""
+    size = dist.get_world_size()
     job = Job(base, torch.float16, one_mesh(), grad_scal_cfg=DYNAMIC)
     job.run(range(2))
     before = job.values()
     scale = job.optimizer.loss_scale.item()
-    outcomes = []
-    for rank in range(dist.get_world_size()):
+    for rank in range(size):
         job.give(10 + rank)
         if dist.get_rank() == rank:
             job.params[0].grad._local_tensor.view(-1)[3] = value
-        outcomes.append(bool(job.optimizer.step()))
-    after = job.optimizer.loss_scale.item()
-    unchanged = differing(job.values(), before)
-    again = job.step(50)
-    return {
-        "outcomes": outcomes,
-        "unchanged": unchanged,
-        "backed off": after == scale * 0.5 ** dist.get_world_size(),
-        "skipped": job.optimizer.skipped_steps.item(),
-        "again": again,
-        "norm is finite": bool(job.optimizer.grad_norm.isfinite()),
-    }
+        assert not job.optimizer.step()
+    assert job.optimizer.loss_scale.item() == scale * 0.5**size
+    assert job.optimizer.skipped_steps.item() == size
+    assert differing(job.values(), before) == ""
+    assert job.step(50)
+    assert job.optimizer.grad_norm.isfinite()
 
 
-def tensor_parallel(base: str) -> Result:
-    """Shards rows over one mesh dimension (FSDP) and columns over the other (TP)."""
+def tensor_parallel(base: str) -> None:
+    """Shards rows over one mesh dimension (FSDP) and columns over the other (TP).
+
+    The norm agrees to 2^-50, and the bf16 weights are equal.
+    """
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("fsdp", "tp"))
     matrices = [(33, 70), (8, 6), (5, 3)]  # the last matrix is uneven in both dimensions
@@ -132,14 +117,12 @@ def tensor_parallel(base: str) -> Result:
                 param.grad = value.clone() if plain else distribute_tensor(value, mesh, how)
             optimizer.step()
         norms.append(optimizer.grad_norm.item())
-    return {
-        "norms": norms,
-        "differing": differing([in_full(p) for p in sharded], [p.detach() for p in whole]),
-    }
+    assert norms[0] == pytest.approx(norms[1], rel=2**-50)
+    assert differing([in_full(p) for p in sharded], [p.detach() for p in whole]) == ""
 
 
-def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
-    """Steps with a NaN in the gradient of only one rank of the replicas, each rank in turn."""
+def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> None:
+    """All ranks skip if one replica has a NaN, each in turn, although replicas count once."""
     size = dist.get_world_size()
     mesh, how = one_mesh(), [Replicate()]
     if hybrid:
@@ -147,18 +130,19 @@ def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> Result:
         how = [Replicate(), Shard(0)]
     group = dist.group.WORLD if whole_group else None
     job = Job(base, mesh=mesh, placements=how, process_group=group)
-    outcomes = []
     for rank in range(size):
         job.give(rank)
         if dist.get_rank() == rank:
             job.params[0].grad._local_tensor.view(-1)[1] = float("nan")
-        outcomes.append(bool(job.optimizer.step()))
-    weights = [in_full(param) for param in job.params]
-    return {"outcomes": outcomes, "unchanged": differing(weights, full_weights(job.dtype))}
+        assert not job.optimizer.step()
+    assert differing([in_full(param) for param in job.params], full_weights(job.dtype)) == ""
 
 
-def separate_experts(base: str) -> Result:
-    """Steps experts on separate meshes and a dense part on all ranks, without a process group."""
+def separate_experts(base: str) -> None:
+    """Steps experts on separate meshes and a dense part on all ranks, without a process group.
+
+    Ranks agree on the decision by the dense part's mesh, but not on the norm.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))["shard"]
     params = [
@@ -174,19 +158,24 @@ def separate_experts(base: str) -> Result:
         if step == 1 and rank == size - 1:
             params[1].grad._local_tensor[0, 0] = float("inf")
         outcomes.append(bool(optimizer.step()))
-    return {"outcomes": outcomes}
+    assert outcomes == [True, False, True]
 
 
-def small_group() -> Result:
+def small_group() -> None:
     """Steps with a process group of two of the four ranks of a parameter's mesh."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = Job("fused", mesh=one_mesh(), process_group=halves[dist.get_rank() // 2])
     job.give(0)
-    return {"refused": refused(job.optimizer.step)}
+    ranks = r"\[0, 1\]" if dist.get_rank() < 2 else r"\[2, 3\]"
+    with pytest.raises((RuntimeError, ValueError), match=f"process_group has the ranks {ranks}"):
+        job.optimizer.step()
 
 
-def two_meshes(base: str) -> Result:
-    """Steps a dense part over all ranks and one expert over each half of the ranks."""
+def two_meshes(base: str) -> None:
+    """Steps a dense part over all ranks and one expert over each half of the ranks.
+
+    All ranks skip if an expert that only half of the ranks hold has a NaN.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     world = one_mesh()
     halves = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))
@@ -213,13 +202,13 @@ def two_meshes(base: str) -> Result:
     for param, grad in zip(whole.params_by_group[0], gradients, strict=True):
         param.grad = grad.clone()
     whole.step()
-    return {"outcomes": outcomes, "norms": norms[::2], "whole": whole.grad_norm.item()}
+    assert outcomes == [True, False, True]
+    assert norms[::2] == [whole.grad_norm.item()] * 2
 
 
-def plain_shards() -> Result:
-    """Steps plain tensors that are shards, while the last rank holds none."""
+def plain_shards() -> None:
+    """Steps plain tensors that are shards. The last rank holds none, and joins every collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = []
     for base in ("fused", "sgd"):
         params = [nn.Parameter(torch.ones(8, dtype=torch.bfloat16))] if rank < size - 1 else []
         groups = [{"params": params}]
@@ -231,12 +220,16 @@ def plain_shards() -> Result:
                 if step == 1 and rank == 0:
                     param.grad[0] = float("inf")
             outcomes.append(bool(optimizer.step()))
-        found.append({"outcomes": outcomes, "norm": optimizer.grad_norm.item()})
-    return {"found": found, "expected": (4.0 * 8 * (size - 1)) ** 0.5}
+        assert outcomes == [True, False, True]
+        expected = (4.0 * 8 * (size - 1)) ** 0.5
+        assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-14)
 
 
-def without_gradient(base: str, last: bool) -> Result:
-    """Steps while the last rank lacks the gradient of the first or of the last parameter."""
+def without_gradient(base: str, last: bool) -> None:
+    """Steps while the last rank lacks the gradient of the first or of the last parameter.
+
+    The gradient counts on the ranks that have it, and no rank hangs.
+    """
     world = one_mesh()
     wide = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     params = [
@@ -244,15 +237,17 @@ def without_gradient(base: str, last: bool) -> Result:
         for mesh in (wide["all"], world)
     ]
     optimizer = FSDPadaptOptimizer(BASES[base](params[::-1] if last else params))
-    outcomes = []
+    size = dist.get_world_size()
     for _ in range(2):
         ones = torch.ones(8, 8, dtype=torch.bfloat16)
         params[1].grad = distribute_tensor(ones, world, [Shard(0)])
-        if dist.get_rank() != dist.get_world_size() - 1:
+        if dist.get_rank() != size - 1:
             local = torch.ones_like(params[0].to_local())
             params[0].grad = DTensor.from_local(local, wide["all"], [Shard(0)], run_check=False)
-        outcomes.append(bool(optimizer.step()))
-    return {"outcomes": outcomes, "norm": optimizer.grad_norm.item()}
+        assert optimizer.step()
+    rows_there = 8 - 8 // size
+    norm = (64 + 8 * rows_there) ** 0.5
+    assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-14)
 
 
 # ---- FSDP2 and DDP -----------------------------------------------------------------------------
@@ -278,8 +273,9 @@ def train(model: nn.Module, optimizer: FSDPadaptOptimizer, ranks: Sequence[int])
         optimizer.step()
 
 
-def real_training(kind: str, base: str) -> Result:
-    """Compares FSDP2 or DDP with a model on one process that sees all ranks' batches."""
+def real_training(kind: str, base: str) -> None:
+    """FSDP2 and DDP train close to one process that sees all ranks' batches: bf16 sums have another
+    order."""
     ranks = range(dist.get_world_size())
     alone = network()
     reference = FSDPadaptOptimizer(BASES[base](alone.parameters()))
@@ -303,24 +299,21 @@ def real_training(kind: str, base: str) -> Result:
     weights = [in_full(p).float() for p in model.parameters()]
     expected = [p.detach().float() for p in alone.parameters()]
     starts = [p.detach().float() for p in network().parameters()]
-    return {
-        "distance": max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)),
-        "moved": min((a - b).abs().max().item() for a, b in zip(expected, starts, strict=True)),
-    } | offload_cycle(optimizer)
+    moved = min((a - b).abs().max() for a, b in zip(expected, starts, strict=True))
+    assert moved > 0.005
+    assert max((a - b).abs().max() for a, b in zip(weights, expected, strict=True)) < 0.3 * moved
 
-
-def offload_cycle(optimizer: FSDPadaptOptimizer) -> Result:
-    def weights() -> list[Tensor]:
+    def masters() -> list[Tensor]:
         saved = optimizer.state_dict()["flat_fp32_weights"]
         return [in_full(weight) for own in saved.values() for weight in own]
 
-    before = weights()
+    before = masters()
     offload_fsdp_optimizer(optimizer)
     with optimizer_on_device(optimizer):
-        return {"offloaded": differing(weights(), before)}
+        assert differing(masters(), before) == ""
 
 
-def moved_shards(base: str) -> Result:
+def moved_shards(base: str) -> None:
     """Offloads after every step. Memory that is not in the offloaded buffers acts as a device."""
     kept: set[int] = set()
     real_init, real_test = offload._Kept.__init__, offload.is_on_device
@@ -332,7 +325,6 @@ def moved_shards(base: str) -> Result:
     job, plain = Job(base, mesh=one_mesh()), Job(base, mesh=one_mesh())
     offload._Kept.__init__ = init  # type: ignore[method-assign]
     offload.is_on_device = lambda t: t.numel() > 1 and t.data_ptr() not in kept
-    moved = []
     try:
         for step in range(4):
             job.step(step)
@@ -340,17 +332,21 @@ def moved_shards(base: str) -> Result:
             offload_fsdp_optimizer(job.optimizer)
             tensors = [t for kind in offload.KINDS for t in offload.tensors_of(job.optimizer, kind)]
             local = [t.to_local() for t in tensors if isinstance(t, DTensor)]
-            moved.append(all(t.data_ptr() in kept for t in local if t.numel() > 1))
-        saved = differing(job.values(), plain.values())
+            assert all(t.data_ptr() in kept for t in local if t.numel() > 1)
+        assert differing(job.values(), plain.values()) == ""
         job.step(4)
         plain.step(4)
     finally:
         offload._Kept.__init__, offload.is_on_device = real_init, real_test  # type: ignore[method-assign]
-    return {"moved": all(moved), "saved": saved, "after": differing(job.values(), plain.values())}
+    assert differing(job.values(), plain.values()) == ""
 
 
-def rejected_as_on_a_gpu(base: str) -> Result:
-    """Rejects a step on the last rank while other ranks learn of it only by waiting; then steps."""
+def rejected_as_on_a_gpu(base: str) -> None:
+    """Rejects a step on the last rank while other ranks learn of it only by waiting; then steps.
+
+    Scales and gradients stay equal.
+    """
+    last = dist.get_world_size() - 1
     params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(4))]
     optim = {"fused": FusedAdamW, "sgd": torch.optim.SGD}[base](params, lr=0.01)
     config = {"initial_scale": 8.0, "hysteresis": 1}
@@ -362,17 +358,20 @@ def rejected_as_on_a_gpu(base: str) -> Result:
         mock.patch.object(Controlled, "known", return_value=None),
     ):
         optimizer.backward(torch.stack([param.square().sum() for param in params]).sum())
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if rejects := dist.get_rank() == last:
             params[0].grad = params[0].detach().to_sparse()
-        found = {"refused": refused(optimizer.step), "scale": optimizer.loss_scale.item()}
-        found["gradients"] = all(param.grad is not None for param in params)
+        message = "(?i)sparse" if rejects else f"rank {last} rejected the step"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert optimizer.loss_scale.item() == 8.0
+        assert all(param.grad is not None for param in params)
         optimizer.zero_grad()
         optimizer.backward(torch.stack([param.square().sum() for param in params]).sum())
-        return found | {"went on": optimizer.step()}
+        assert optimizer.step()
 
 
-def resharded(base: str) -> Result:
-    """Changes a parameter's placement after the optimizer was made, then steps."""
+def resharded(base: str) -> None:
+    """A step is rejected if a parameter's placement changed after the optimizer was made."""
     job = Job(base, mesh=one_mesh()).run(range(1))
     param = job.params[0]
     moved = distribute_tensor(full_weights(job.dtype)[0], one_mesh(), [Shard(1)])
@@ -380,11 +379,12 @@ def resharded(base: str) -> Result:
     job.give(1)
     param.grad = distribute_tensor(full_gradients(1, job.dtype)[0], one_mesh(), [Shard(1)])
     before = [in_full(p).clone() for p in job.params]
-    error = refused(job.optimizer.step)
-    return {"refused": error, "unchanged": differing([in_full(p) for p in job.params], before)}
+    with pytest.raises((RuntimeError, ValueError), match=r"parameter 0.*Shard\(dim=1\)"):
+        job.optimizer.step()
+    assert differing([in_full(p) for p in job.params], before) == ""
 
 
-def cases() -> dict[str, Callable[[], Result]]:
+def cases() -> dict[str, Callable[[], None]]:
     size = dist.get_world_size()
     found = checkpoint_cases()
     if size == 1:

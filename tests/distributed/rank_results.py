@@ -16,14 +16,16 @@ def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
 
 
 def assert_passed(results: Results, number: int) -> None:
-    """Fails if not every rank ran that number of cases, or with the errors of all cases."""
-    assert [len(rank) for rank in results] == [number] * len(results)
-    assert not [
-        print(f"{name} on rank {rank}: {found['error']}") or name
+    """Fails with the errors of all cases, or if not every rank ran that number of cases."""
+    errors = [
+        f"{name} on rank {rank}: {found['error']}"
         for rank, cases in enumerate(results)
         for name, found in cases.items()
         if "error" in found
     ]
+    assert not errors, "\n".join(errors)
+    counts = [len(rank) for rank in results]
+    assert counts == [number] * len(results), f"{counts} cases, expected {number} on every rank"
 
 
 def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, Any]]:
