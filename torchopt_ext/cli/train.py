@@ -23,35 +23,25 @@ def main(args: list[str]) -> int:
     The code is 0 if training is complete or out of data, 2 for a wrong configuration, and 143 after
     SIGTERM, as a shell reports it for a process that the signal ended.
     """
-    rank, world_size = (
-        int(os.environ.get(key, d)) for key, d in (("RANK", "0"), ("WORLD_SIZE", "1"))
-    )
+    rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(format=f"%(asctime)s [{rank}] %(levelname)s %(message)s")
     logging.getLogger("torchopt_ext").setLevel(logging.WARNING if rank else logging.INFO)
     try:
-        job_config = load_config(args)
-        check_supported(job_config)
-        _check_seed_checkpoint(job_config, world_size)
-        _check_load_paths(job_config)
-        return _train(job_config) or 0
+        return _train(args) or 0
     except ConfigError as error:
         print(f"torchopt_ext train: {error}", file=sys.stderr)
         return 2
 
 
-def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
+def _check_seed_checkpoint(job_config: JobConfig) -> None:
     """Rejects a job that cannot write a seed checkpoint, before anything is built."""
     checkpoint = job_config.checkpoint
     if not checkpoint.create_seed_checkpoint:
         return
-    if world_size != 1:
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(
             "checkpoint.create_seed_checkpoint writes the undivided model, which needs one "
             f"process: WORLD_SIZE is {world_size}"
-        )
-    if not checkpoint.enable_checkpoint:
-        raise ConfigError(
-            "checkpoint.create_seed_checkpoint needs checkpoint.enable_checkpoint, which is false"
         )
     for name, given in (
         ("checkpoint.load_only", checkpoint.load_only),
@@ -64,19 +54,27 @@ def _check_seed_checkpoint(job_config: JobConfig, world_size: int) -> None:
 def _check_load_paths(job_config: JobConfig) -> None:
     """Rejects a job without the checkpoint that it should load, before anything is built."""
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable_checkpoint:
-        return
     folder = Path(job_config.job.dump_folder, checkpoint.folder)
     step, path = checkpoint.load_step, checkpoint.initial_load_path
     if step != -1:
         if not (wanted := folder / f"step-{step}").is_dir():
             raise ConfigError(f"checkpoint.load_step is {step}, but there is no {wanted}")
-    elif path and not steps(folder) and not Path(path).is_dir():
-        raise ConfigError(f"checkpoint.initial_load_path is {path}, which is not a folder")
+    elif path and not steps(folder):
+        if not Path(path).is_dir():
+            raise ConfigError(f"checkpoint.initial_load_path is {path}, which is not a folder")
+        if found := steps(Path(path)):
+            raise ConfigError(
+                f"checkpoint.initial_load_path is {path}, a folder of checkpoints: name one of "
+                f"them, such as {path}/step-{found[0]}"
+            )
 
 
-@record
-def _train(job_config: JobConfig) -> int:
+@record  # all of it, so that torchrun shows the message of a wrong setting, too
+def _train(args: list[str]) -> int:
+    job_config = load_config(args)
+    check_supported(job_config)
+    _check_seed_checkpoint(job_config)
+    _check_load_paths(job_config)
     from torchopt_ext.trainer.trainer import Trainer  # a slow import
 
     trainer = Trainer(job_config)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torchopt_ext.optim.collective import agree, all_gather_text, fail_together
@@ -26,6 +27,7 @@ from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
+from torchopt_ext.trainer.config import ConfigError
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
 
@@ -81,15 +83,25 @@ class CheckpointManager:
         self.folder = Path(job_config.job.dump_folder) / self._config.folder
         self._manager = ft_manager.manager if ft_manager and ft_manager.enabled else None
         if self._manager is not None:
-            self._check_streams()
+            shared = getattr(dataloader, "same_position_on_all_ranks", None)
+            loads_data = self._enabled and DATALOADER not in self._config.exclude_from_loading
+            if loads_data and shared is False:  # a group saves for all, which lack its position
+                raise ValueError(
+                    "a data set without a length has a position in each replica group, and "
+                    "checkpoints under fault_tolerance hold one group's: set "
+                    "checkpoint.exclude_from_loading = ['dataloader'], which reads it from the "
+                    "beginning after a restart"
+                )
             optimizers.init_cache_state_dict()
-            self._manager.set_state_dict_fns(self._heal, self._state_for_peer)
+            data = dataloader if shared else None
+            peer = states_of.PeerState(model_parts, self._states, data)
+            self._manager.set_state_dict_fns(peer.load_state_dict, peer.state_dict)
         if not self._enabled:
             return
         self._check_config()
         self._group: Any = None
         self._rank, self._ranks = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             # A separate group, because saves run during the training's collectives.
             self._group = dist.new_group(backend="gloo")
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -144,7 +156,7 @@ class CheckpointManager:
         begin = time.monotonic()
         self._finish_pending(raises=True)
         if not force and curr_step != 1:
-            self._delayed = self._any(skipping)
+            self._delayed = any(self._everyones(skipping, "whether a save is due"))
             if self._delayed:
                 return
         last = force and (ended or curr_step >= self._last_step)
@@ -253,7 +265,10 @@ class CheckpointManager:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-            manifest = Manifest(step, contents, self._gathered(writer.written))
+            mine = {name: asdict(file) for name, file in writer.written.items()}
+            every = self._everyones(mine, "listing a checkpoint's files")
+            written = {name: File(**file) for own in every for name, file in own.items()}
+            manifest = Manifest(step, contents, written)
             with fail_together(self._group):
                 if self._rank == 0:
                     if self._resumed_step is not None:
@@ -274,13 +289,6 @@ class CheckpointManager:
         return RuntimeError(
             f"saving the checkpoint of step {step} in {self.folder} failed: {_reason(error)}"
         )
-
-    def _gathered(self, written: dict[str, File]) -> dict[str, File]:
-        """Returns the files of all ranks."""
-        mine = json.dumps({name: asdict(file) for name, file in written.items()})
-        texts = all_gather_text(mine, self._group, "listing a checkpoint's files")
-        every = [item for text in texts for item in json.loads(text).items()]
-        return {name: File(**file) for name, file in every}
 
     def _remove_old(self) -> None:
         """Removes all checkpoints except the best `keep_latest_k`, in the background.
@@ -337,9 +345,9 @@ class CheckpointManager:
         resumed only if there is no other checkpoint, and are the first to be removed.
 
         Raises:
-            ValueError: The step's checkpoint, or every checkpoint, is damaged or does not fit. All
+            ConfigError: The step's checkpoint, or every checkpoint, is missing or damaged. All
                 ranks raise. The message says what is wrong.
-            FileNotFoundError: The step has no checkpoint. All ranks raise.
+            ValueError: The checkpoint does not fit. All ranks raise.
         """
         if not self._enabled:
             return False
@@ -349,14 +357,11 @@ class CheckpointManager:
         self._resumed_step = None if step == -1 else step
         if step != -1:
             checkpoint = self.folder / f"step-{step}"
-            if not self._agreed(checkpoint.is_dir()):
-                raise FileNotFoundError(
-                    f"checkpoint.load_step is {step}, but there is no {checkpoint}"
-                )
             self._load_checked(checkpoint, step, model_only=step == 0, begin=begin)
             return True
         refused = []
-        for candidate in self._agreed(files.by_preference(self.folder)):
+        found = files.by_preference(self.folder)
+        for candidate in self._everyones(found, "choosing a checkpoint")[0]:
             checkpoint = self.folder / f"step-{candidate}"
             problem = self._problem(checkpoint, candidate)
             if not problem:
@@ -367,15 +372,13 @@ class CheckpointManager:
             if self._rank == 0:
                 logger.warning("Skipped %s: %s", checkpoint, problem)
         if refused:
-            raise ValueError(
+            raise ConfigError(
                 f"no checkpoint in {self.folder} can be loaded, and training from the beginning "
                 f"would replace them, so it needs another folder; {'; '.join(refused)}"
             )
         if not self._config.initial_load_path:
             return False
         checkpoint = Path(self._config.initial_load_path)
-        if not self._agreed(checkpoint.is_dir()):
-            raise ValueError(f"checkpoint.initial_load_path is {checkpoint}, which is not a folder")
         model_only = self._config.initial_load_model_only
         self._load_checked(checkpoint, None, model_only=model_only, begin=begin)
         return True
@@ -391,7 +394,7 @@ class CheckpointManager:
         self, checkpoint: Path, step: int | None, *, model_only: bool, begin: float
     ) -> None:
         if problem := self._problem(checkpoint, step, model_only=model_only):
-            raise ValueError(f"{checkpoint} cannot be loaded: {problem}")
+            raise ConfigError(f"{checkpoint} cannot be loaded: {problem}")
         step = files.step_of(checkpoint) if step is None else step
         self._load(checkpoint, step, model_only=model_only, begin=begin)
 
@@ -423,6 +426,8 @@ class CheckpointManager:
             plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}
             for key, owner in plain.items():
                 found[key] = saved_values.state_to_load(owner.state_dict(), key, metadata)
+        if model:
+            self._warn_of_others(checkpoint, metadata, model)
         wanted = model | rest | found
         alone = self._group is None
         dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
@@ -451,29 +456,28 @@ class CheckpointManager:
             contents = "model" if model_only else "full"
             self._log("Loaded", str(checkpoint), contents, size, begin)
 
-    def _agreed(self, value: Any) -> Any:
-        """Returns rank 0's value, which must be of JSON's types."""
-        text = json.dumps(value) if self._rank == 0 else ""
-        return json.loads(all_gather_text(text, self._group, "choosing a checkpoint")[0])
+    def _warn_of_others(self, checkpoint: Path, metadata: Metadata, model: dict[str, Any]) -> None:
+        """Warns of a checkpoint's entries that no rank's model has. All ranks call it."""
+        here = {name for own in self._everyones([*model], "comparing models") for name in own}
+        if self._rank == 0 and (others := sorted(states_of.model_tensors(metadata).keys() - here)):
+            text = "%s has entries that the job's model lacks, and that are not loaded: %s"
+            logger.warning(text, checkpoint, states_of.some(others))
 
-    def _any(self, here: bool) -> bool:
-        """Returns whether `here` is true on any rank."""
-        return any(all_gather_text("x" if here else "", self._group, "whether a save is due"))
+    def _everyones(self, value: Any, what: str) -> list[Any]:
+        """Returns all ranks' values, which must be of JSON's types. Errors name `what`."""
+        return [json.loads(text) for text in all_gather_text(json.dumps(value), self._group, what)]
 
     def _log(self, did: str, what: str, contents: str, size: int, begin: float) -> None:
         seconds = time.monotonic() - begin
         logger.info("%s %s (%s, %.1f MB) in %.2f s", did, what, contents, size / 1e6, seconds)
 
-    # ---- settings and fault tolerance ------------------------------------------------------------
+    # ---- settings --------------------------------------------------------------------------------
 
     def _check_config(self) -> None:
         config = self._config
         for name, values in ("async_mode", MODES), ("export_dtype", tuple(DTYPES)):
             if (found := getattr(config, name)) not in values:
                 raise ValueError(f"checkpoint.{name} is {found!r}, expected one of {values}")
-        for name, least in ("interval", 1), ("keep_latest_k", 0):
-            if (found := getattr(config, name)) < least:
-                raise ValueError(f"checkpoint.{name} is {found}, expected {least} or more")
         parameters = [p for part in self._model_parts for p in part.parameters()]
         if config.async_mode == "async_with_pinned_mem" and not any(p.is_cuda for p in parameters):
             raise ValueError(
@@ -485,38 +489,6 @@ class CheckpointManager:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
             )
-
-    def _check_streams(self) -> None:
-        """Rejects data whose position each replica group has for itself, unless it is not loaded.
-
-        One group saves for all, so another group would find no position of its own.
-        """
-        position_of_each = getattr(self._dataloader, "same_position_on_all_ranks", None) is False
-        excluded = DATALOADER in self._config.exclude_from_loading
-        if self._enabled and position_of_each and not excluded:
-            raise ValueError(
-                "a data set without a length has a position in each replica group, and checkpoints "
-                "under fault_tolerance hold one group's: set checkpoint.exclude_from_loading = "
-                "['dataloader'], which reads it from the beginning after a restart"
-            )
-
-    @property
-    def _data_position_is_shared(self) -> bool:
-        return getattr(self._dataloader, "same_position_on_all_ranks", False)
-
-    def _state_for_peer(self) -> dict[str, Any]:
-        """Returns the state that a replica group sends to a group that recovers."""
-        rest = {key: value.state_dict() for key, value in self._states.items()}
-        if self._data_position_is_shared:
-            rest[DATALOADER] = self._dataloader.state_dict()
-        return rest | {MODEL: self._model_state()}
-
-    def _heal(self, state: dict[str, Any]) -> None:
-        states_of.set_model_state(self._model_parts, state[MODEL])
-        for key, value in self._states.items():
-            value.load_state_dict(state[key])
-        if self._data_position_is_shared and DATALOADER in state:
-            self._dataloader.load_state_dict(state[DATALOADER])
 
 
 def _reason(error: BaseException) -> str:

@@ -1,10 +1,9 @@
 """The states of model, data position and random numbers, as checkpoints hold them."""
 
 import json
-import math
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchopt_ext._torch import set_element
+from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.distributed import seed_generators
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.saved_values import one_entry, packed, restored, undivided, unpacked
 
 
@@ -85,7 +86,8 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
     entries. An empty dict then has no entry.
 
     Raises:
-        ValueError: The checkpoint at `where` lacks entries. The message names them.
+        ConfigError: The checkpoint at `where` is of another model. The message names entries that
+            it lacks or has in another shape.
     """
     others = {name for name, value in live.items() if not torch.is_tensor(value)}
     found: dict[str, Any] = {}
@@ -97,9 +99,31 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
                 value = torch.empty(stored.size, dtype=stored.properties.dtype)
             set_element(found, path, value)
     empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
-    if missing := sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty):
-        raise ValueError(f"{where} lacks entries of the model: {', '.join(missing)}")
+    missing = sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty)
+    problems = [f"it lacks {name}" for name in missing]
+    for name, stored in model_tensors(metadata).items():
+        if torch.is_tensor(value := live.get(name)) and value.shape != stored.size:
+            shapes = f"is {list(stored.size)}, the job's is {list(value.shape)}"
+            problems.append(f"its {name} {shapes}")
+    if problems:
+        raise ConfigError(f"{where} is of another model: {some(problems)}")
     return live | found
+
+
+def model_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Returns the saved model's tensors by name. Other objects' tensors have longer paths."""
+    found = {}
+    for name, path in (metadata.planner_data or {}).items():
+        stored = metadata.state_dict_metadata[name]
+        if len(path) == 1 and isinstance(stored, TensorStorageMetadata):
+            found[name] = stored
+    return found
+
+
+def some(texts: Sequence[str]) -> str:
+    """Returns a few of the texts, and the number of the others."""
+    more = f"; and {len(texts) - 4:,} more" if len(texts) > 4 else ""
+    return "; ".join(texts[:4]) + more
 
 
 def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -116,16 +140,9 @@ def saved_names(metadata: Metadata, key: str) -> list[str]:
     return list(dict.fromkeys(str(path[1]) for path in paths if len(path) > 1))
 
 
-def layout(parallelism: Any, ranks: int) -> str:
+def layout(parallelism: Parallelism, ranks: int) -> str:
     """Returns the parallel degrees as text. Equal texts mean an equal division of work."""
-    names = (
-        *("data_parallel_replicate", "data_parallel_shard", "context_parallel"),
-        *("tensor_parallel", "pipeline_parallel"),
-    )
-    degrees = {name: getattr(parallelism, f"{name}_degree") for name in names}
-    if degrees["data_parallel_shard"] == -1:
-        degrees["data_parallel_shard"] = ranks // -math.prod(degrees.values())
-    return json.dumps(degrees)
+    return json.dumps(ParallelDims.of(parallelism, ranks).degrees())
 
 
 class DataPosition:
@@ -152,6 +169,27 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
         self._dataloader.load_state_dict(found)
+
+
+class PeerState:
+    """The state that a replica group sends to a group that recovers.
+
+    Args:
+        dataloader: the loader whose position is part of it, or None.
+    """
+
+    def __init__(self, parts: list[nn.Module], states: dict[str, Any], dataloader: Any) -> None:
+        self._parts, self._model = parts, ModelState(parts)
+        self._owners = states | ({} if dataloader is None else {"dataloader": dataloader})
+
+    def state_dict(self) -> dict[str, Any]:
+        rest = {key: owner.state_dict() for key, owner in self._owners.items()}
+        return rest | {"model": self._model()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_model_state(self._parts, state["model"])
+        for key, owner in self._owners.items():
+            owner.load_state_dict(state[key])
 
 
 class GroupProgress:

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext.statedict import dcp
+from torchopt_ext.trainer.checkpoint_states import model_tensors
 
 _NAMES = {
     torch.float64: "F64",
@@ -47,16 +47,13 @@ def export_safetensors(
         OSError: The file cannot be written. No part of it is left.
     """
     reader = dcp.Reader(checkpoint)
-    metadata = reader.read_metadata()
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, path in (metadata.planner_data or {}).items():
-        stored = metadata.state_dict_metadata[name]
-        if len(path) == 1 and isinstance(stored, TensorStorageMetadata):  # not an optimizer's
-            own = stored.properties.dtype
-            kind = dtype if dtype and own.is_floating_point else own
-            if kind not in _NAMES:
-                raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
-            tensors[name] = kind, tuple(stored.size)
+    for name, stored in model_tensors(reader.read_metadata()).items():
+        own = stored.properties.dtype
+        kind = dtype if dtype and own.is_floating_point else own
+        if kind not in _NAMES:
+            raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
+        tensors[name] = kind, tuple(stored.size)
     # The widest elements first, so that each tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     entries, end = {}, 0

@@ -23,6 +23,7 @@ from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.statedict.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 
@@ -43,17 +44,6 @@ def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
             f"training.batch_size {training.batch_size} x {dp_degree} data-parallel ranks"
         )
     return wanted // at_once
-
-
-def data_parallel_degree(job_config: JobConfig) -> int:
-    """Returns the number of ranks that read different data."""
-    parallelism = job_config.parallelism
-    sharing = (
-        parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-        * parallelism.context_parallel_degree
-    )
-    return dist.get_world_size() // sharing
 
 
 @as_config_error()
@@ -92,15 +82,15 @@ def build_optimizers(
                 f"optimizer.implementation {config.implementation!r}: 'fused' writes them"
             )
     if config.early_step_in_backward:
-        config.backwards_per_step = gradient_accumulation_steps(
-            job_config, data_parallel_degree(job_config)
-        )
+        dims = ParallelDims.of(job_config.parallelism, dist.get_world_size())
+        dp_degree = dims.dp_replicate * dims.dp_shard
+        config.backwards_per_step = gradient_accumulation_steps(job_config, dp_degree)
     partition = job_config.parallelism.zero
     if partition == "none":
         stages = job_config.parallelism.pipeline_parallel_degree > 1
         no_group = SimpleNamespace(get_group=lambda: None)  # build_for_stage sets it later
-        dims = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda name: no_group)
-        return containers.build_optimizers(model_parts, config, dims, ft_manager)
+        kinds = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda _: no_group)
+        return containers.build_optimizers(model_parts, config, kinds, ft_manager)
     if config.implementation != "fused" or config.early_step_in_backward:
         raise ConfigError(
             f"parallelism.zero is {partition!r}, which needs optimizer.implementation 'fused' and "

@@ -7,7 +7,7 @@ from math import prod
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.config import ConfigError, Parallelism
 
 _SETTINGS = {
     "pp": "pipeline_parallel_degree",
@@ -51,6 +51,13 @@ class ParallelDims:
     enable_loss_parallel: bool
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False)
 
+    @classmethod
+    def of(cls, config: Parallelism, world_size: int) -> "ParallelDims":
+        """Returns the degrees that a job's settings give this number of ranks."""
+        degrees = {name: getattr(config, setting) for name, setting in _SETTINGS.items()}
+        loss_parallel = not config.disable_loss_parallel
+        return cls(**degrees, world_size=world_size, enable_loss_parallel=loss_parallel)
+
     def __post_init__(self) -> None:
         for name, setting in _SETTINGS.items():
             degree = getattr(self, name)
@@ -61,7 +68,7 @@ class ParallelDims:
             others = self.dp_replicate * self.cp * self.tp * self.pp
             # If the other degrees do not divide the world size, the check of the product fails.
             self.dp_shard = max(self.world_size // others, 1)
-        degrees = self._degrees()
+        degrees = self.degrees()
         if prod(degrees.values()) != self.world_size:
             product = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
             raise ConfigError(
@@ -69,7 +76,8 @@ class ParallelDims:
                 f"{self.world_size}; the degrees are parallelism.{', .'.join(_SETTINGS.values())}"
             )
 
-    def _degrees(self) -> dict[str, int]:
+    def degrees(self) -> dict[str, int]:
+        """Returns the degrees by name."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
@@ -95,7 +103,7 @@ class ParallelDims:
                 f"parallelism.context_parallel_degree is {self.cp}, but torch's context parallel "
                 f"has no attention for {device_type!r}: use 1, or training.device = 'cuda'"
             )
-        sizes = {name: d for name, d in self._degrees().items() if d > 1} or {"dp_shard": 1}
+        sizes = {name: d for name, d in self.degrees().items() if d > 1} or {"dp_shard": 1}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._meshes = {name: mesh[name] for name in sizes}
         for name, dims in _TOGETHER.items():

@@ -1,7 +1,7 @@
 """Traces of torch.profiler and snapshots of CUDA memory, every few steps."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,18 @@ logger = logging.getLogger(__name__)
 
 # Allocations and frees in a memory snapshot, as in torchtitan/tools/profiling.py.
 _SNAPSHOT_ENTRIES = 100_000
+
+
+def _write(what: str, path: Path, write: Callable[[str], object]) -> None:
+    """Writes a file, or logs why it cannot be written, so that training continues."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(str(path))
+        path.stat()  # torch's profiler raises no error of a full disk
+    except OSError as error:
+        logger.error("%s cannot be written: %s; training goes on", what, error)
+    else:
+        logger.info("Wrote %s to %s", what, path)
 
 
 @contextmanager
@@ -41,11 +53,10 @@ def maybe_enable_profiling(
         yield None
         return
     wait = config.profile_freq - config.profiler_warmup - config.profiler_active
-    if wait < 0 or config.profiler_active < 1 or config.profiler_warmup < 0:
+    if wait < 0:
         raise ConfigError(
             f"profiling.profile_freq is {config.profile_freq}, expected at least profiler_warmup "
-            f"({config.profiler_warmup}, 0 or more) + profiler_active ({config.profiler_active}, "
-            "1 or more)"
+            f"({config.profiler_warmup}) + profiler_active ({config.profiler_active})"
         )
     folder = Path(job_config.job.dump_folder, config.save_traces_folder)
     rank, on_gpu = dist.get_rank(), choose_device(job_config).type == "cuda"
@@ -54,9 +65,7 @@ def maybe_enable_profiling(
         if profiler.step_num % config.profile_freq:
             return  # torch also calls when training ends while a cycle records
         path = folder / f"iteration_{profiler.step_num}" / f"rank{rank}_trace.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        logger.info("Wrote a trace of step %d to %s", profiler.step_num, path)
+        _write("a trace", path, profiler.export_chrome_trace)
 
     logger.info("Traces of every %d steps go to %s", config.profile_freq, folder)
     with profile(
@@ -91,9 +100,7 @@ class MemoryProfiler:
     def dump(self, name: str) -> None:
         """Writes a snapshot for pytorch.org/memory_viz."""
         path = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        dump_memory_snapshot(str(path))
-        logger.info("Wrote a memory snapshot to %s", path)
+        _write("a memory snapshot", path, dump_memory_snapshot)
 
 
 @contextmanager

@@ -108,13 +108,19 @@ class Trainer(Stateful):
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
+        folder = Path(job_config.job.dump_folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"job.dump_folder cannot be created: {error}") from error
         if job_config.job.save_config_file and dist.get_rank() == 0:
-            file = Path(job_config.job.dump_folder, job_config.job.save_config_file)
+            file = folder / job_config.job.save_config_file
             file.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
             file.write_text(f"{text}\n")
         self.ft_manager = ft.init_ft_manager(job_config)
-        self.parallel_dims = dims = _parallel_dims(job_config)
+        world_size = dist.get_world_size()
+        self.parallel_dims = dims = ParallelDims.of(job_config.parallelism, world_size)
         self.world_mesh = dims.build_mesh(self.device.type)
         self._set_timeouts(job_config.comm.init_timeout_seconds)  # new groups have torch's
         dp_degree, dp_rank = 1, 0
@@ -410,7 +416,11 @@ class Trainer(Stateful):
         self.checkpointer.load(step=job_config.checkpoint.load_step)
         if self._clips_in_step:
             self._skips.total = int(self.optimizers.control.skipped_steps)
-        logger.info("Training starts at step %d.", self.step + 1)
+        if self.step < steps:
+            logger.info("Training starts at step %d of %d.", self.step + 1, steps)
+        else:
+            text = "The checkpoint is of step %d and training.steps is %d: no step is left"
+            logger.warning(text, self.step, steps)
         warming_up = True  # lazy initialization and compilation
         with (
             StopOnSignal(self.device) as stop,
@@ -481,9 +491,10 @@ class Trainer(Stateful):
             return
         newest = self.checkpointer.newest(until=self.step - self._skips.since_good)
         raise RuntimeError(
-            f"{self._skips.consecutive} steps in a row were skipped for gradients that are not "
-            f"finite, up to step {self.step}; the last checkpoint before them is "
+            f"{self._skips.consecutive} steps in a row were skipped for gradients or losses that "
+            f"are not finite, up to step {self.step}; the last checkpoint before them is "
             + ("none" if newest is None else f"step {newest} in {self.checkpointer.folder}")
+            + "; a restart repeats them: change a setting before it, such as optimizer.lr"
         )
 
     # ---- what checkpoints hold of the Trainer ----------------------------------------------------
@@ -509,16 +520,3 @@ def _saves_buffers(part: nn.Module) -> bool:
     """Returns whether a part's state dict has buffers, such as BatchNorm's statistics."""
     saved = part.state_dict()
     return any(name in saved for name, _ in part.named_buffers())
-
-
-def _parallel_dims(job_config: JobConfig) -> ParallelDims:
-    config = job_config.parallelism
-    return ParallelDims(
-        dp_replicate=config.data_parallel_replicate_degree,
-        dp_shard=config.data_parallel_shard_degree,
-        cp=config.context_parallel_degree,
-        tp=config.tensor_parallel_degree,
-        pp=config.pipeline_parallel_degree,
-        world_size=dist.get_world_size(),
-        enable_loss_parallel=not config.disable_loss_parallel,
-    )

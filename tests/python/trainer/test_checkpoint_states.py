@@ -194,7 +194,7 @@ def test_extra_state_that_is_not_there_is_named(tmp_path: Path) -> None:
     Job(tmp_path).train(until=2).close()
     job = Job(tmp_path)
     job.model.add_module("noted", Noted({"n": 0}))
-    with pytest.raises(ValueError, match=r"lacks entries of the model: noted\._extra_state"):
+    with pytest.raises(ValueError, match=r"of another model: it lacks noted\._extra_state"):
         job.manager.load()
 
 

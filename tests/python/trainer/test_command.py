@@ -126,6 +126,10 @@ def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
             "1",
             "checkpoint.initial_load_path is /no/step-7, which is not a folder",
         ),
+        *(
+            ([f"--checkpoint.{setting}"], "1", "needs checkpoint.enable_checkpoint, which is false")
+            for setting in ("load_step=3", "initial_load_path=a/step-3", "export_safetensors")
+        ),
         (["--training.step", "3"], "1", "did you mean training.steps?"),
         (["--comm.mode", "local_tensor"], "1", "comm.mode is 'local_tensor'"),
         (["--optimizer.lr", "nan"], "1", "optimizer.lr is nan"),
@@ -167,6 +171,11 @@ def test_wrong_configurations_end_with_one_sentence(
         ("checkpoint.exclude_from_loading", "rgn", "exclude_from_loading has ['rgn'], expected"),
         ("experimental.custom_import", "examples.none", "there is no module 'examples.none' in"),
         ("job.config_file", "none.toml", "there is no none.toml"),
+        (
+            "job.dump_folder",
+            "/dev/null/out",
+            "job.dump_folder cannot be created: [Errno 20] N",
+        ),
     ],
 )
 def test_wrong_configurations_that_the_trainer_finds(
@@ -189,6 +198,17 @@ def test_wrong_configurations_that_the_trainer_finds(
     assert not dist.is_initialized()
 
 
+def test_a_folder_of_checkpoints_is_not_a_checkpoint(
+    trainer: Spy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 10):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    load = f"--checkpoint.initial_load_path={tmp_path}"
+    assert main(["train", "--checkpoint.enable", load]) == 2
+    assert f"name one of them, such as {tmp_path}/step-10" in capsys.readouterr().err
+
+
 def test_errors_of_a_job(
     trainer: Spy,
     tmp_path: Path,
@@ -205,6 +225,8 @@ def test_errors_of_a_job(
     trainer.fails["build"] = ConfigError("model.name is wrong")
     assert main(["train"]) == 2
     assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err
+    assert main(["train", "--lr", "3e-4"]) == 2
+    assert "there is no setting lr" in error_file.read_text()
 
 
 def test_importing_the_package_imports_neither_tyro_nor_the_trainer() -> None:

@@ -61,12 +61,30 @@ def test_traces(job_config: JobConfig) -> None:
         assert any(event.get("name") == "[memory]" for event in events)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"profile_freq": 3}, {"profiler_active": 0}, {"profiler_warmup": -1}]
-)
-def test_short_cycles_are_refused(job_config: JobConfig, settings: dict[str, int]) -> None:
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.parametrize("full", [False, True])
+def test_a_trace_that_cannot_be_written_is_logged(
+    job_config: JobConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    full: bool,
+) -> None:
+    """`full`: the disk, of which torch's profiler raises no error."""
+    if full:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
+    else:
+        Path(job_config.job.dump_folder, "profile_traces").touch()
     job_config.profiling.enable_profiling = True
-    vars(job_config.profiling).update(settings)
+    with maybe_enable_profiling(job_config) as profiler:
+        assert profiler is not None
+        for _ in range(5):
+            profiler.step()
+    assert "a trace cannot be written" in caplog.text
+    assert "Wrote" not in caplog.text
+
+
+def test_short_cycles_are_refused(job_config: JobConfig) -> None:
+    job_config.profiling.enable_profiling, job_config.profiling.profile_freq = True, 3
     with (
         pytest.raises(ValueError, match=r"profiling.profile_freq is \d, expected at least"),
         maybe_enable_profiling(job_config),
