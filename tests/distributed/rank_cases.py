@@ -41,6 +41,13 @@ def difference(found: Any, expected: Any, where: str = "") -> str:
     return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
 
 
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Returns the values of all ranks."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def run_cases(
     cases: Callable[[], Mapping[str, Callable[[], Any]]],
     each_within: Callable[[], AbstractContextManager[Any]] = nullcontext,

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import difference, run_cases
+from rank_cases import difference, gathered, run_cases
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -148,13 +148,6 @@ def assert_refused(
     set_gradients(params, 5)
     zero.step()
     assert difference(weights(params), before[1]) != ""
-
-
-def gathered(value: Any) -> list[Any]:
-    """Returns the values of all ranks."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def keys_and_shapes(path: Path) -> dict[str, Any]:

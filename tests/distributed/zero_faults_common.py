@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import difference
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +23,9 @@ from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 Result = dict[str, Any]
 Params = list[nn.Parameter]
-Cases = dict[str, Callable[[], Result]]
+Cases = dict[str, Callable[[], None]]
+
+SOON = 5  # seconds; a group's timeout is 10, and an error takes well below 1
 
 # One element, odd numbers of elements, several dimensions, a tensor larger than the others.
 SHAPES = [(7, 5), (33,), (4, 3, 2), (64, 3), (1,), (129,)]
@@ -133,6 +137,20 @@ def outcome(call: Callable[[], Any]) -> Result:
     except Exception as error:
         result = {"raised": type(error).__name__, "message": str(error)}
     return {**result, "seconds": time.monotonic() - start}
+
+
+@contextmanager
+def raises(error: type[Exception], *parts: str) -> Iterator[None]:
+    """Asserts that the block soon raises an error with all parts in its message."""
+    begin = time.monotonic()
+    with pytest.raises(error) as raised:
+        yield
+    assert time.monotonic() - begin < SOON
+    assert all(part in str(raised.value) for part in parts), raised.value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert difference(found, expected) == ""
 
 
 def state_dict_of(zero: Any, rank: int, size: int) -> Any:

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed.optim as stock
-from rank_cases import difference
+from rank_cases import gathered
 from torch import Tensor, nn
 from zero_faults_common import (
     PARTITIONS,
     Cases,
     Params,
-    Result,
     Traffic,
+    assert_same,
     clones,
     named_groups,
-    outcome,
     parameters,
     place,
     plain_over,
+    raises,
     snapshot,
     state_dict_of,
     train,
@@ -37,8 +37,11 @@ FREEZABLE = [(400,), (30, 10), (300,), (100,), (100,), (50,)]
 FROZEN = (0, 5)
 
 
-def frozen(**options: Any) -> Result:
-    """Trains with parameters that are frozen, thawed, and frozen again."""
+def frozen(**options: Any) -> None:
+    """Trains with parameters that are frozen, thawed, and frozen again.
+
+    Trainable elements are spread. torch's rule would give ranks 0, 300, 300 and 200.
+    """
     _, size = place()
     params, plain_params = parameters(FREEZABLE), parameters(FREEZABLE)
     for of in (params, plain_params):
@@ -57,13 +60,14 @@ def frozen(**options: Any) -> Result:
             of[0].requires_grad_(thawed)
         train(zero, params, range(turn, turn + 1))
         train(plain, plain_params, range(turn, turn + 1))
-    return {
-        "loads": loads,
-        "owners": owners,
-        "owners since": [zero.parts.owner[p] for p in params],
-        "sent": traffic.bytes.total(),
-        "params": difference(params, plain_params),
-    }
+    assert sorted(loads) == [100, 100, 300, 300]
+    assert gathered(owners) == [[zero.parts.owner[p] for p in params]] * size
+    assert set(owners) <= set(range(size))
+    # Two steps of 800 trainable elements. In each step the ranks agree twice on whether to
+    # take it, by 16 bytes. A bucket adds less than 64 bytes per parameter.
+    exact = 2 * (800 * 4 + 2 * 16)
+    assert exact <= traffic.bytes.total() <= exact + (2 * 4 * 64 if options else 0)
+    assert_same(params, plain_params)
 
 
 PLANS: list[list[list[tuple[int, ...]]]] = [
@@ -74,9 +78,8 @@ PLANS: list[list[list[tuple[int, ...]]]] = [
 ]
 
 
-def torch_plan() -> Result:
-    """Returns the owners in torch's class and in our class with compat="torch"."""
-    found = []
+def torch_plan() -> None:
+    """The owners are those of torch's class with compat="torch"."""
     for shapes in PLANS:
         params = [parameters(of) for of in shapes]
         for of in params:
@@ -91,13 +94,11 @@ def torch_plan() -> Result:
             for of_rank in theirs._partition_parameters()
         ]
         own = [[[index[p] for p in of_rank] for of_rank in group] for group in ours.parts.params]
-        found.append({"theirs": plan, "ours": [list(groups) for groups in zip(*own, strict=True)]})
-    return {"plans": found}
+        assert [list(groups) for groups in zip(*own, strict=True)] == plan
 
 
-def buckets() -> Result:
-    """Returns strides and alignment of parameters that are views of a bucket."""
-    found: Result = {}
+def buckets() -> None:
+    """Buckets keep strides. Each parameter begins at a multiple of 64 bytes in one of two."""
     for dtype in (torch.float32, BF16):
         params: Params = []
         plain_params: Params = []
@@ -110,17 +111,14 @@ def buckets() -> Result:
         plain = plain_over(plain_params, "FusedAdamW")
         train(zero, params, range(3))
         train(plain, plain_params, range(3))
-        found[str(dtype)] = {
-            "strides": [p.stride() for p in params] == strides,
-            "channels last": params[0].is_contiguous(memory_format=torch.channels_last),
-            "storages": len({p.untyped_storage().data_ptr() for p in params}),
-            "misaligned": max(p.data_ptr() % 64 for p in params),
-            "params": difference(params, plain_params),
-        }
-    return found
+        assert [p.stride() for p in params] == strides
+        assert params[0].is_contiguous(memory_format=torch.channels_last)
+        assert len({p.untyped_storage().data_ptr() for p in params}) == 2
+        assert max(p.data_ptr() % 64 for p in params) == 0
+        assert_same(params, plain_params)
 
 
-def chosen_owners() -> Result:
+def chosen_owners() -> None:
     rank, size = place()
     params, plain_params = parameters(), parameters()
     per_rank: list[list[Tensor]] = [[] for _ in range(size)]
@@ -131,28 +129,27 @@ def chosen_owners() -> Result:
     train(zero, params, range(3))
     train(plain, plain_params, range(3))
     saved = state_dict_of(zero, rank, size)
-
-    def refuse(given: Any, per_rank: Any) -> Result:
-        return outcome(lambda: zero_over(given, "AdamW", params_per_rank=per_rank))
-
+    owners = [i // 2 % size for i in range(6)]
+    assert [zero.parts.owner[p] for p in params] == owners
+    assert [p in zero.state for p in params] == [owner == rank for owner in owners]
+    assert_same(params, plain_params)
+    assert_same(saved, clones(plain.state_dict()))
     stranger = [*per_rank[:-1], [nn.Parameter(torch.ones(3))]]
-    return {
-        "owners": [zero.parts.owner[p] for p in params],
-        "held": [i for i, p in enumerate(params) if p in zero.state],
-        "params": difference(params, plain_params),
-        "state": difference(saved, clones(plain.state_dict())),
-        "too short": refuse(params, per_rank[:-1]),
-        "stranger": refuse(params, stranger),
-        "twice": refuse(params, [per_rank[0]] * size),
-        "groups": refuse(named_groups(params), per_rank),
-        "balanced": outcome(
-            lambda: zero_over(params, "AdamW", params_per_rank=per_rank, partition="balanced")
-        ),
-    }
+    for wrong, part in (
+        (per_rank[:-1], "world size"),
+        (stranger, "not passed"),
+        ([per_rank[0]] * size, "twice"),
+    ):
+        with raises(ValueError, part):
+            zero_over(params, "AdamW", params_per_rank=wrong)
+    with raises(RuntimeError, "single parameter group"):
+        zero_over(named_groups(params), "AdamW", params_per_rank=per_rank)
+    with raises(ValueError, "params_per_rank"):
+        zero_over(params, "AdamW", params_per_rank=per_rank, partition="balanced")
 
 
-def other_parameters(how: str, named: bool = True) -> Result:
-    """Builds an optimizer while the last rank has other parameters."""
+def other_parameters(how: str, message: str = "", named: bool = True) -> None:
+    """Builds an optimizer while the last rank has other parameters: all ranks raise."""
     rank, size = place()
     shapes = [(2, 3), (4,), (5,)]
     names = ["one", "two", "three"]
@@ -175,12 +172,13 @@ def other_parameters(how: str, named: bool = True) -> Result:
         elif how == "none":
             params.clear()
     given: Any = list(zip(names, params, strict=False)) if named else params
-    result = outcome(lambda: zero_over(given, "AdamW"))
-    return {"rank": rank, **result}
+    ranks = [f"rank {r}" for r in range(size) if message]
+    with raises(ValueError, message, *ranks):
+        zero_over(given, "AdamW")
 
 
-def other_group(how: str) -> Result:
-    """Adds a group while the last rank adds another group."""
+def other_group(how: str) -> None:
+    """Adds a group while the last rank adds another group: all ranks raise, and nothing changes."""
     rank, size = place()
     params: list[Any] = [*parameters([(2, 3), (4,)])]
     zero = zero_over(parameters([(1,)]), "AdamW")
@@ -194,34 +192,41 @@ def other_group(how: str) -> Result:
             params[1] = zero._all_params[0]
         elif how == "count":
             del params[1]
-    result = outcome(lambda: zero.add_param_group({"params": params}))
-    return {**result, "changed": difference(snapshot(zero), before)}
+    with raises(ValueError):
+        zero.add_param_group({"params": params})
+    assert_same(snapshot(zero), before)
 
 
-def named_few() -> Result:
+def named_few() -> None:
     """Trains named parameters in groups of which some rank owns no parameter."""
     params, plain_params = parameters(), parameters()
     zero = zero_over(named_groups(params), "AdamW")
     plain = plain_over(named_groups(plain_params), "AdamW")
     train(zero, params, range(2))
     train(plain, plain_params, range(2))
-    saved = state_dict_of(zero, *place())
-    return {
-        "params": difference(params, plain_params),
-        "state": difference(saved, clones(plain.state_dict())),
-    }
+    assert_same(params, plain_params)
+    assert_same(state_dict_of(zero, *place()), clones(plain.state_dict()))
 
 
 # ---- all of them ---------------------------------------------------------------------------------
 
-ODDITIES = ("order", "names", "shape", "dtype", "count", "frozen", "mixed dtypes", "none")
+ODDITIES = {  # and what the message names
+    "order": "'two'",
+    "names": "'two'",
+    "shape": "'two'",
+    "dtype": "'one'",
+    "count": "'three'",
+    "frozen": "'two'",
+    "mixed dtypes": "",
+    "none": "",
+}
 
 
 def cases_of_two() -> Cases:
     found: Cases = {"buckets": buckets, "params_per_rank": chosen_owners}
-    for how in ODDITIES:
-        found[f"other {how}"] = partial(other_parameters, how)
-    found["other shape, unnamed"] = partial(other_parameters, "shape", named=False)
+    for how, message in ODDITIES.items():
+        found[f"other {how}"] = partial(other_parameters, how, message)
+    found["other shape, unnamed"] = partial(other_parameters, "shape", "(2, 2)", named=False)
     for how in ("shape", "count", "dtype", "known"):
         found[f"added other {how}"] = partial(other_group, how)
     return found

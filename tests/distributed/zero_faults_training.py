@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import difference
+from rank_cases import difference, gathered
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,12 +18,12 @@ from zero_faults_common import (
     KINDS,
     PARTITIONS,
     Cases,
-    Result,
+    assert_same,
     clones,
     give_gradients,
-    outcome,
     parameters,
     plain_over,
+    raises,
     state_dict_of,
     train,
     zero_over,
@@ -63,17 +63,19 @@ def overlap(
     group: Any = None,
     schedule: bool = False,
     **defaults: Any,
-) -> Result:
-    """Compares overlapped steps with DDP and the plain optimizer."""
+) -> None:
+    """The weights equal bitwise DDP with the plain optimizer, also under a schedule."""
     group = dist.group.WORLD if group is None else group
     models = [small_model() for _ in range(2)]
     ddp, plain_ddp = (
         DistributedDataParallel(m, process_group=group, bucket_cap_mb=0.0004) for m in models
     )
     zero = zero_over(ddp.parameters(), kind, process_group=group, overlap_with_ddp=True, **defaults)
-    early = {"step": outcome(zero.step), "state_dict": outcome(zero.state_dict)}
-    early["consolidate"] = outcome(zero.consolidate_state_dict)
-    early["load"] = outcome(lambda: zero.load_state_dict({"state": {}, "param_groups": []}))
+    zero.step()
+    load = partial(zero.load_state_dict, {"state": {}, "param_groups": []})
+    for call in (zero.state_dict, zero.consolidate_state_dict, load):
+        with raises(RuntimeError, "fully initialized"):
+            call()
     seen: set[int] = set()
 
     def average(state: Any, bucket: Any) -> Any:
@@ -98,33 +100,28 @@ def overlap(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     saved = state_dict_of(zero, rank, size)["state"]
     plain_state = plain.state_dict()["state"]
-    return {
-        "early": early,
-        "buckets": len(seen),
-        "moved": any(not torch.equal(a, b) for a, b in zip(ours, start, strict=True)),
-        "params": difference(ours, expected),
-        "held": len(zero.state),
-        "indices": list(saved) == list(plain_state),
-        "moments": max(
-            float((saved[i][name].float() - entry[name].float()).abs().max())
-            for i, entry in plain_state.items()
-            for name in entry
-        ),
-    }
+    assert len(seen) > 1
+    assert any(not torch.equal(a, b) for a, b in zip(ours, start, strict=True))
+    assert_same(ours, expected)
+    assert len(zero.state) < 6
+    assert sum(gathered(len(zero.state), group)) == 6
+    assert list(saved) == list(plain_state)
+    for i, entry in plain_state.items():
+        assert all(saved[i][name].equal(value) for name, value in entry.items())
 
 
-def overlap_subgroup(interleaved: bool, shard_buckets: bool, kind: str) -> Result:
+def overlap_subgroup(interleaved: bool, shard_buckets: bool, kind: str) -> None:
     """Overlaps in a group of ranks 2 and 3, whose ranks in the group are 0 and 1."""
     group = dist.new_group([2, 3])
-    if dist.get_rank() < 2:
-        return {"outside": True}
-    return overlap(kind, interleaved, shard_buckets, group)
+    if dist.get_rank() >= 2:
+        overlap(kind, interleaved, shard_buckets, group)
 
 
-def hook_over_plain_zero() -> Result:
+def hook_over_plain_zero() -> None:
     ddp = DistributedDataParallel(small_model())
     zero = zero_over(ddp.parameters(), "AdamW")
-    return outcome(lambda: hook_with_zero_step(allreduce_hook, ddp, zero))
+    with raises(ValueError, "overlap_with_ddp=True"):
+        hook_with_zero_step(allreduce_hook, ddp, zero)
 
 
 # ---- gradient scalers ----------------------------------------------------------------------------
@@ -142,8 +139,11 @@ class Counted:
         return self.original(*args, **kwargs)
 
 
-def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **options: Any) -> Result:
-    """Takes five steps. In the third, a gradient overflows on its owner or on all ranks."""
+def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **options: Any) -> None:
+    """Takes five steps. In the third, a gradient overflows on its owner or on all ranks: all skip.
+
+    Steps whose flag the ranks exchange are not read on the host.
+    """
     params, plain_params = parameters(), parameters()
     fused = {"fused": options["fused"]} if "fused" in options else {}
     zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind, **fused)
@@ -170,20 +170,18 @@ def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **opti
         if step != 2 or bad == "none":
             give_gradients(plain_params, step)
             plain.step()
-    left = [name for name in ("grad_scale", "found_inf") if hasattr(zero.optim, name)]
-    return {
-        "moved": moved,
-        "scales": scales,
-        "read on the host": counted.calls,
-        "left": left,
-        "params": difference(params, plain_params),
-    }
+    good = bad == "none"
+    assert moved == [True, True, good, True, True]
+    assert scales == ([1.0] * 5 if good else [1024.0] * 2 + [512.0] * 3)
+    assert counted.calls == 0 or bad == "all"
+    assert not {"grad_scale", "found_inf"} & vars(zero.optim).keys()
+    assert_same(params, plain_params)
 
 
 # ---- copies, replaced weights, rounding ----------------------------------------------------------
 
 
-def copied(kind: str, alone: bool, **options: Any) -> Result:
+def copied(kind: str, alone: bool, **options: Any) -> None:
     """Copies an optimizer, alone or with its model. The copy trains first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain_model = small_model(), small_model()
@@ -201,22 +199,17 @@ def copied(kind: str, alone: bool, **options: Any) -> Result:
         own = list(twin_model.parameters())
     shared = len({p.data_ptr() for p in own} & {p.data_ptr() for p in params})
     train(twin, own, range(2, 4))
-    untouched = difference([p.detach() for p in params], before)
-    state_untouched = difference(state_dict_of(zero, rank, size), state_before)
+    assert shared == 0
+    assert_same([p.detach() for p in params], before)
+    assert_same(state_dict_of(zero, rank, size), state_before)
     train(zero, params, range(2, 4))
     train(plain, plain_params, range(2, 4))
-    state = clones(plain.state_dict())
-    return {
-        "shared": shared,
-        "untouched": untouched,
-        "state untouched": state_untouched,
-        "original": difference(params, plain_params),
-        "copy": difference(own, plain_params),
-        "copy's state": difference(state_dict_of(twin, rank, size), state),
-    }
+    assert_same(params, plain_params)
+    assert_same(own, plain_params)
+    assert_same(state_dict_of(twin, rank, size), clones(plain.state_dict()))
 
 
-def replaced_weights(kind: str, **options: Any) -> Result:
+def replaced_weights(kind: str, **options: Any) -> None:
     """Moves the weights to other memory after the optimizer was built."""
     params, plain_params = parameters(), parameters()
     zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
@@ -227,23 +220,21 @@ def replaced_weights(kind: str, **options: Any) -> Result:
                 param.data = torch.randn(param.shape, generator=generator)
         train(zero, params, range(2 * turn, 2 * turn + 2))
         train(plain, plain_params, range(2 * turn, 2 * turn + 2))
-    return {"params": difference(params, plain_params)}
+    assert_same(params, plain_params)
 
 
-def random_rounding(**options: Any) -> Result:
+def random_rounding(**options: Any) -> None:
     params, plain_params, nearest = (parameters(dtype=BF16) for _ in range(3))
     asked = {"stochastic_rounding": True, "rounding_seed": 7, "lr": 1e-3}
     zero = zero_over(params, "FusedAdamW", **asked, **options)
     train(zero, params, range(4))
     train(plain_over(plain_params, "FusedAdamW", **asked), plain_params, range(4))
     train(plain_over(nearest, "FusedAdamW", lr=1e-3), nearest, range(4))
-    return {
-        "params": difference(params, plain_params),
-        "differs from nearest": bool(difference(params, nearest)),
-    }
+    assert_same(params, plain_params)
+    assert difference(params, nearest) != ""
 
 
-def closures() -> Result:
+def closures() -> None:
     """Steps by LBFGS, which is done after one call of the closure on one rank only."""
     params, plain_params = parameters([(4,), (4,)]), parameters([(4,), (4,)])
     for of in (params, plain_params):
@@ -266,7 +257,8 @@ def closures() -> Result:
     found = calls
     for optimizer in plain * 2:
         optimizer.step(partial(closure, plain_params))
-    return {"local": found, "params": difference(params, plain_params)}
+    assert sorted(gathered(found)) == [2, 10]
+    assert_same(params, plain_params)
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
-"""One rank of tests/distributed/test_zero_faults.py; writes its results as JSON.
-
-Usage: torchrun ... zero_faults_worker.py FOLDER
-"""
+"""Cases of test_zero_faults.py. Comparisons are bitwise, with an unsharded optimizer that had the
+same gradients."""
 
 from __future__ import annotations
 
@@ -17,22 +15,22 @@ import torch.distributed as dist
 import torch.distributed.optim as stock
 import zero_faults_partition as partition
 import zero_faults_training as training
-from rank_cases import difference, run_cases
+from rank_cases import run_cases
 from torch import Tensor
 from zero_faults_common import (
     KINDS,
     PARTITIONS,
     Cases,
     Params,
-    Result,
     Traffic,
+    assert_same,
     clones,
     named_groups,
-    outcome,
     own_group,
     parameters,
     place,
     plain_over,
+    raises,
     reachable_bytes,
     snapshot,
     state_dict_of,
@@ -48,7 +46,7 @@ BF16 = torch.bfloat16
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def load_leaves_the_dict(kind: str, **options: Any) -> Result:
+def load_leaves_the_dict(kind: str, **options: Any) -> None:
     plain_params, params = parameters(), parameters()
     plain = plain_over(plain_params, kind)
     train(plain, plain_params, range(2))
@@ -56,13 +54,13 @@ def load_leaves_the_dict(kind: str, **options: Any) -> Result:
     before = clones(given)
     zero = zero_over(params, kind, **options)
     zero.load_state_dict(given)
-    loaded = difference(given, before)
+    assert_same(given, before)
     train(zero, params, range(2))
-    return {"loaded": loaded, "stepped": difference(given, before)}
+    assert_same(given, before)
 
 
-def narrower_parameters(kind: str, **options: Any) -> Result:
-    """Loads the state of float32 parameters for bfloat16 parameters."""
+def narrower_parameters(kind: str, **options: Any) -> None:
+    """State of float32 parameters is cast to bfloat16, and training continues as unsharded."""
     wide, plain_params, params = parameters(), parameters(dtype=BF16), parameters(dtype=BF16)
     saved = plain_over(wide, kind)
     train(saved, wide, range(2))
@@ -77,10 +75,11 @@ def narrower_parameters(kind: str, **options: Any) -> Result:
     }
     train(plain, plain_params, range(3))
     train(zero, params, range(3))
-    return {"dtypes": sorted(dtypes), "params": difference(params, plain_params)}
+    assert dtypes == {"torch.bfloat16"}
+    assert_same(params, plain_params)
 
 
-def counted_steps() -> Result:
+def counted_steps() -> None:
     """Loads own state after ten steps, of which the ranks' parameters had another number each."""
     params = parameters([(10,), (10,)])
     zero = zero_over(params, "FusedAdamW")
@@ -90,11 +89,11 @@ def counted_steps() -> Result:
         params[step >= 6].grad = torch.ones(10)
         zero.step()
     zero.load_state_dict(state_dict_of(zero, *place()))
-    return {"steps": float(zero.control.steps)}
+    assert zero.control.steps == 10
 
 
-def held_once(kind: str) -> Result:
-    """Returns the bytes that the optimizer keeps alive, without parameters and gradients."""
+def held_once(kind: str) -> None:
+    """After a load a rank holds only its half. A consolidated copy lasts until the next step."""
     shapes = [(128, 64)] * 8
     plain_params, params = parameters(shapes), parameters(shapes)
     plain = plain_over(plain_params, kind)
@@ -102,16 +101,18 @@ def held_once(kind: str) -> Result:
     saved = clones(plain.state_dict())
     total = sum(t.nbytes for entry in saved["state"].values() for t in entry.values())
     zero = zero_over(params, kind)
-    found = {"total": total, "empty": reachable_bytes(zero, params)}
+    spare = 4096  # control blocks
+    assert reachable_bytes(zero, params) <= spare
     zero.load_state_dict(saved)
     del saved
-    found["loaded"] = reachable_bytes(zero, params)
-    found["own"] = sum(t.nbytes for entry in zero.state.values() for t in entry.values())
+    own = sum(t.nbytes for entry in zero.state.values() for t in entry.values())
+    assert abs(own - total / 2) < 1e-6 * total
+    assert own <= reachable_bytes(zero, params) <= own + spare
     zero.consolidate_state_dict(to=0)
-    found["consolidated"] = reachable_bytes(zero, params)
+    held = own + (total if place()[0] == 0 else 0)
+    assert held <= reachable_bytes(zero, params) <= held + spare
     train(zero, params, range(1))
-    found["stepped"] = reachable_bytes(zero, params)
-    return found
+    assert own <= reachable_bytes(zero, params) <= own + spare
 
 
 def damaged(saved: Any, how: str) -> Any:
@@ -133,7 +134,8 @@ def damaged(saved: Any, how: str) -> Any:
     return bad
 
 
-def refused(kind: str, how: str, **options: Any) -> Result:
+def refused(kind: str, how: str, **options: Any) -> None:
+    """All ranks raise, whichever rank owns the parameter, and nothing changes."""
     plain_params, params = parameters(), parameters()
     plain = plain_over(named_groups(plain_params), kind)
     train(plain, plain_params, range(3))
@@ -142,24 +144,31 @@ def refused(kind: str, how: str, **options: Any) -> Result:
     zero = zero_over(named_groups(params), kind, **options)
     train(zero, params, range(2))
     before = snapshot(zero)
-    result = outcome(lambda: zero.load_state_dict(damaged(saved, how)))
-    return {**result, "changed": difference(snapshot(zero), before)}
+    what, _, number = how.partition(" ")
+    parts = {"shape": (f"parameter {number}", "(2, "), "missing": ("step",)}.get(what, ("group",))
+    with raises(ValueError, *parts):
+        zero.load_state_dict(damaged(saved, how))
+    assert_same(snapshot(zero), before)
 
 
-def other_dtype(allow: bool, **options: Any) -> Result:
+def other_dtype(allow: bool, **options: Any) -> None:
+    """A group of another dtype is added where it is allowed. Otherwise nothing changes."""
     params, plain_params = ([*parameters(), *parameters(dtype=BF16)] for _ in range(2))
     zero = zero_over(params[:6], "AdamW", allow_mixed_dtypes=allow, **options)
     plain = plain_over(plain_params[:6], "AdamW")
     train(zero, params, range(1))
     train(plain, plain_params, range(1))
     before = snapshot(zero)
-    result = outcome(lambda: zero.add_param_group({"params": params[6:], "lr": 0.02}))
-    result["changed"] = difference(snapshot(zero), before)
-    if not result["raised"]:
+    if allow:
+        zero.add_param_group({"params": params[6:], "lr": 0.02})
         plain.add_param_group({"params": plain_params[6:], "lr": 0.02})
+    else:
+        with raises(ValueError, "bfloat16", "float32"):
+            zero.add_param_group({"params": params[6:], "lr": 0.02})
+        assert_same(snapshot(zero), before)
     train(zero, params, range(1, 4))
     train(plain, plain_params, range(1, 4))
-    return {**result, "params": difference(params, plain_params)}
+    assert_same(params, plain_params)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------
@@ -175,12 +184,18 @@ def goes_on(optimizer: Any, params: Params, saved: Any, weights: list[Tensor]) -
     return clones([p.detach() for p in params])
 
 
-def written(zero: Any) -> Any:
-    """Returns the outcome of torch.save of the state dict, which does not write shards."""
-    return outcome(lambda: torch.save(zero.state_dict(), io.BytesIO()))
+def assert_not_whole(zero: Any) -> None:
+    """Asserts that torch.save, which does not write shards, raises."""
+    with raises(RuntimeError, "consolidate_state_dict"):
+        torch.save(zero.state_dict(), io.BytesIO())
 
 
-def state_dicts(kind: str, named: bool, **options: Any) -> Result:
+def state_dicts(kind: str, named: bool, **options: Any) -> None:
+    """State dicts have the keys, order, dtypes and bits of the unsharded optimizer's, and plain and
+    sharded optimizers load them. Only a fresh consolidation gives a whole state dict.
+
+    torch's class loads an unnamed dict. A sharded optimizer without names loads a named dict.
+    """
     rank, size = place()
     optimizer_class, defaults = KINDS[kind]
     params, plain_params, stock_params = (parameters() for _ in range(3))
@@ -190,11 +205,14 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
     train(plain, plain_params, range(3))
     weights = clones([p.detach() for p in plain_params])
 
-    found: Result = {"before": written(zero)}
+    assert_not_whole(zero)
     zero.consolidate_state_dict(to=0)
-    found["target"] = written(zero)
+    if rank == 0:
+        torch.save(zero.state_dict(), io.BytesIO())
+    else:
+        assert_not_whole(zero)
     saved = state_dict_of(zero, rank, size)
-    found["difference"] = difference(saved, clones(plain.state_dict()))
+    assert_same(saved, clones(plain.state_dict()))
 
     def groups(of: Params) -> Any:
         return named_groups(of, named)
@@ -205,22 +223,22 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
     zero_after = goes_on(fresh, from_plain, plain.state_dict(), weights)
     train(plain, plain_params, range(3, 6))
     expected = [p.detach() for p in plain_params]
-    found["into plain"] = difference(plain_after, expected)
-    found["from plain"] = difference(zero_after, expected)
+    assert_same(plain_after, expected)
+    assert_same(zero_after, expected)
     if named:
         unnamed = parameters()
         fresh = zero_over(named_groups(unnamed, False), kind, **options)
         unnamed_after = goes_on(fresh, unnamed, saved, weights)
-        found["without names"] = difference(unnamed_after, plain_after)
+        assert_same(unnamed_after, plain_after)
     else:
         theirs = stock.ZeroRedundancyOptimizer(groups(stock_params), optimizer_class, **defaults)
-        found["into torch's"] = difference(goes_on(theirs, stock_params, saved, weights), expected)
+        assert_same(goes_on(theirs, stock_params, saved, weights), expected)
         # torch's own state, after its own consolidation, loads into ours
         theirs_saved = state_dict_of(theirs, rank, size)
         again, ours = parameters(), parameters()
         reference = plain_over(groups(again), kind)
         mine = zero_over(groups(ours), kind, **options)
-        found["from torch's"] = difference(
+        assert_same(
             goes_on(mine, ours, theirs_saved, expected),
             goes_on(reference, again, plain.state_dict(), expected),
         )
@@ -228,24 +246,32 @@ def state_dicts(kind: str, named: bool, **options: Any) -> Result:
     for to in range(size):
         zero.consolidate_state_dict(to)
     train(zero, params, range(3, 4))
-    found["stale"] = written(zero)
+    assert_not_whole(zero)
     zero.consolidate_state_dict(to=0)
     zero.load_state_dict(saved)
-    found["loaded since"] = written(zero)
-    found["no such rank"] = outcome(lambda: zero.consolidate_state_dict(to=size))
-    return found
+    assert_not_whole(zero)
+    with raises(ValueError, f"to={size}"):
+        zero.consolidate_state_dict(to=size)
 
 
-def consolidation_traffic(to: int) -> Result:
-    """Returns the bytes by collective, and the bytes of this rank's state."""
-    rank, size = place()
+def consolidation_traffic(to: int) -> None:
+    """State is sent once, and only to the target. All ranks get the headers."""
+    rank, _ = place()
     params = parameters([(256, 128)] * 8)
     zero = zero_over(params, "AdamW")
     train(zero, params, range(1))
     own = sum(t.nbytes for entry in zero.state.values() for t in entry.values())
     with Traffic() as traffic:
         zero.consolidate_state_dict(to)
-    return {"bytes": dict(traffic.bytes), "own": own, "target": rank == to, "size": size}
+    given = traffic.bytes.pop("send", 0)
+    taken = traffic.bytes.total()
+    assert own > 500_000
+    if rank == to:
+        assert given == 0
+        assert 3 * own <= taken <= 3.03 * own
+    else:
+        assert own <= given <= 1.01 * own
+        assert taken < 0.02 * own
 
 
 class Peculiar(torch.optim.Optimizer):
@@ -267,7 +293,8 @@ class Peculiar(torch.optim.Optimizer):
                 entry["extra"] = self.extra
 
 
-def peculiar_state() -> Result:
+def peculiar_state() -> None:
+    """State may have tuples, keys of all kinds, nested tensors, inf and nan."""
     rank, size = place()
     params, plain_params = parameters(), parameters()
     zero, plain = ZeroRedundancyOptimizer(params, Peculiar), Peculiar(plain_params)
@@ -278,23 +305,23 @@ def peculiar_state() -> Result:
     again, plain_again = ZeroRedundancyOptimizer(parameters(), Peculiar), Peculiar(parameters())
     again.load_state_dict(saved)
     plain_again.load_state_dict(clones(saved))
-    return {
-        "difference": difference(saved, plain.state_dict()),
-        "loaded": difference(state_dict_of(again, rank, size), plain_again.state_dict()),
-    }
+    assert_same(saved, plain.state_dict())
+    assert_same(state_dict_of(again, rank, size), plain_again.state_dict())
 
 
-def object_in_state() -> Result:
-    """Consolidates while only the last rank's state has an object."""
+def object_in_state() -> None:
+    """All ranks raise if only the last rank's state has an object."""
     rank, size = place()
     zero = ZeroRedundancyOptimizer(parameters(), Peculiar)
     zero.optim.extra = object() if rank == size - 1 else None
     zero.step()
-    result = outcome(lambda: zero.consolidate_state_dict(to=0))
-    return {**result, "state_dict": outcome(zero.state_dict)}
+    with raises(RuntimeError, "'extra'", f"rank {size - 1}"):
+        zero.consolidate_state_dict(to=0)
+    with raises(TypeError, "expected strings as keys"):
+        zero.state_dict()
 
 
-def other_world_size(folder: Path, **options: Any) -> Result:
+def other_world_size(folder: Path, **options: Any) -> None:
     """Trains on four ranks, then two, then four again, through files."""
     rank, size = place()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -315,11 +342,8 @@ def other_world_size(folder: Path, **options: Any) -> Result:
         if rank == 1:
             torch.save(zero.state_dict(), file)
         dist.barrier()
-    state = state_dict_of(zero, rank, size)
-    return {
-        "params": difference(params, plain_params),
-        "state": difference(state, clones(plain.state_dict())),
-    }
+    assert_same(params, plain_params)
+    assert_same(state_dict_of(zero, rank, size), clones(plain.state_dict()))
 
 
 # ---- all of them ---------------------------------------------------------------------------------
