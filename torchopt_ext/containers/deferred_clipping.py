@@ -153,10 +153,11 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
     """Makes a container clip in its steps when `clip` of the returned object was called.
 
     Raises:
-        TypeError: `container` is not an OptimizersContainer.
+        TypeError: `container` is not an OptimizersContainer, or steps in backward.
         ValueError: its optimizers cannot clip this way, as in :class:`DeferredClipping`.
     """
-    if not isinstance(container, OptimizersContainer):
+    in_backward = isinstance(container, OptimizersInBackwardContainer)
+    if in_backward or not isinstance(container, OptimizersContainer):
         kind = type(container).__name__
         raise TypeError(f"deferred clipping needs an OptimizersContainer, found a {kind}")
     if container.deferred_clipping is None:

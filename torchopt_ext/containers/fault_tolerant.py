@@ -58,6 +58,7 @@ class FaultTolerant(OptimizersContainer[T]):
         self._names = flat.complete(self._parts())
 
     def _parameter_names(self) -> flat.Names:
+        """Returns the names that are known, without reading the model, in any thread."""
         for optimizer in self.optimizers:
             if unknown := [param for param in params_of(optimizer) if param not in self._names]:
                 raise ValueError(
@@ -71,14 +72,6 @@ class FaultTolerant(OptimizersContainer[T]):
     def cache_state_dict(self) -> dict[str, Any]:
         """The current state. torchtitan's containers return an older state from their cache."""
         return self.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns OptimizersContainer's state dict without reading the model, in any thread.
-
-        Raises:
-            ValueError: an optimizer has parameters that `init_cache_state_dict` has not seen.
-        """
-        return flat.get_state_dict(self._parts(), self._parameter_names())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps if the replica groups commit, or always with ``use_ft_optimizer=False``.

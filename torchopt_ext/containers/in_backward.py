@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -201,13 +201,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def checks_overflow_in_step(self) -> bool:
         return self._backwards is None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of OptimizersContainer, or of torchtitan's container in backward.
+    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Checks a state dict of OptimizersContainer, or of torchtitan's container in backward.
 
         torchtitan's dict has only the first parameter's state (torchtitan/components/optimizer.py
         zips model parts with optimizers). A warning then says which state starts anew.
         """
-        super().load_state_dict(self._completed(state_dict))
+        return super().prepare_load(self._completed(state_dict))
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         first, *others = self._parameter_names().values()

@@ -23,6 +23,7 @@ from torchopt_ext.optim.hooks import (
     inner_step,
     is_patched,
     is_watched,
+    run_hooks,
     with_own_hooks,
 )
 from torchopt_ext.optim.joint import has_own_step
@@ -206,7 +207,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """
         if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
-        return flat.get_state_dict(self._parts(), self._parameter_names())
+        run_hooks(self, "state_dict_pre")
+        packed = flat.get_state_dict(self._parts(), self._parameter_names())
+        return run_hooks(self, "state_dict_post", packed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a flat state dict into the optimizers, after checking all of it.
@@ -219,7 +222,18 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: a value has the wrong shape, kind or placement, or as in `state_dict`.
             NotImplementedError: as in `state_dict`.
         """
-        flat.load_state_dict(self._parts(), state_dict, self._parameter_names())
+        self.prepare_load(state_dict)()
+
+    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Checks a state dict, and returns the function that loads it."""
+        hooked = run_hooks(self, "load_state_dict_pre", dict(state_dict))
+        load_checked = flat.prepare_load(self._parts(), hooked, self._parameter_names())
+
+        def load() -> None:
+            load_checked()
+            run_hooks(self, "load_state_dict_post")
+
+        return load
 
     checkpoint_layout = BY_NAME
 

@@ -121,9 +121,9 @@ def load_checkpoint(
             states = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
-        checked = optimizer.check_state_dict(states)
+        load_checked = optimizer.prepare_load(states)
     with fail_together(group):
-        optimizer.load_checked(*checked)
+        load_checked()
 
 
 def replace(folder: Path, saving: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -316,7 +317,6 @@ class FSDPadaptOptimizer(BaseOptimizer):
             states = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), states)
         return states
 
-    @torch.no_grad()
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Loads a state dict of this class or of LightRFT's, and sets the model's parameters.
 
@@ -326,7 +326,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             AssertionError: a part is missing, or the number of groups or their tensors differs.
             ValueError: a tensor has another shape or placement; names the parameter.
         """
-        self.load_checked(*self.check_state_dict(states))
+        self.prepare_load(states)()
 
     checkpoint_layout = WITH_BASE
 
@@ -341,8 +341,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         return buffers_by_key(params)
 
     @torch.no_grad()
-    def load_checked(self, states: dict[str, Any], weights: list[Tensor]) -> None:
-        """Loads what :meth:`check_state_dict` has returned."""
+    def _load(self, states: dict[str, Any], weights: list[Tensor]) -> None:
         base = states["base_optim_states"]
         if isinstance(self._base, MasterWeights):
             ids = chain(*(group["params"] for group in base["param_groups"]))
@@ -365,8 +364,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_hooks(self, "load_state_dict_post")
 
-    def check_state_dict(self, states: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        """Checks a dict for :meth:`load_state_dict`. Returns it after hooks, and its weights."""
+    @torch.no_grad()
+    def prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
+        """Checks a state dict, and returns the function that loads it."""
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
@@ -391,7 +391,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             if is_steppable(slot.param) and (found := tensor_problem(weight, slot.param))
         ]
         raise_problems([*problems, *loaded.problems(self.optim)])
-        return states, weights
+        return functools.partial(self._load, states, weights)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._offloader is not None:  # a copy has no offloader, so its state must be on device

@@ -280,7 +280,7 @@ class FusedAdam(HookedStep, PlannedStep):
                 entry[REMAINDER] = Remainder.of(entry[REMAINDER])
         return packed
 
-    @torch.no_grad()
+    @run_eagerly
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's; checks all of it before any change.
 
@@ -293,13 +293,23 @@ class FusedAdam(HookedStep, PlannedStep):
         Raises:
             ValueError: groups or entries do not fit this optimizer; the message lists the problems.
         """
+        self.prepare_load(state_dict)()
+
+    @torch.no_grad()
+    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Checks a state dict, and returns the function that loads it."""
         self._look_at_new_params()
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
         loaded.slots = [self._without_own_entries(dequantized(slot)) for slot in loaded.slots]
         raise_problems(loaded.problems(self))
-        self.take_loaded(loaded, loaded.counted, largest_step(self.state.values()))
-        run_hooks(self, "load_state_dict_post")
+
+        @torch.no_grad()
+        def load() -> None:
+            self.take_loaded(loaded, loaded.counted, largest_step(self.state.values()))
+            run_hooks(self, "load_state_dict_post")
+
+        return load
 
     def take_loaded(self, loaded: Loaded, counted: float, made: float) -> None:
         """Continues with a state dict that was read and checked.

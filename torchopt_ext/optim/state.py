@@ -86,7 +86,7 @@ def init_param_states(
             for (_, state), tensor in zip(members, made, strict=True):
                 state[moment] = tensor
     for _, param, state in entries:
-        if storage.quantizes(param) and not SCALES.keys() & state.keys():
+        if has_codes(state) and not SCALES.keys() & state.keys():
             state.update({scale: scales_like(param) for scale in SCALES})
         if not MASTERS.keys() & state.keys():
             fit_master(param, state, storage)

@@ -15,6 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -69,8 +70,8 @@ def load(
 
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
     ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
-    what is converted. Optimizers come first, in order: if an optimizer does not fit, neither it nor
-    anything after it changes on that rank; on other ranks, where it fits, it may be loaded. Other
+    what is converted. Optimizers come first: if one does not fit on one rank, nothing changes on
+    any. (Only a ZeroRedundancyOptimizer is checked when those before it have been loaded.) Other
     objects, and optimizers whose state dicts have a layout of their own, come last and are loaded
     in place, as with ``dcp.load``. Pickled values must be plain values: no code of the files runs.
 
@@ -96,18 +97,32 @@ def load(
         storage_reader.reset(checkpoint_id)
     optimizers = {key: value for key, value in state_dict.items() if isinstance(value, Optimizer)}
     loaded = read_optimizers(optimizers, storage_reader, group) if optimizers else {}
-    for key, states in loaded.items():
+    with fail_together(group):
+        checked = [prepare_load(optimizers[key], states) for key, states in loaded.items()]
+    for load_checked in checked:
         with fail_together(group):
-            optimizer = optimizers[key]
-            if type(optimizer) in REQUIRED:  # torch's classes, which check less
-                raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
-                load_whole(optimizer, states)
-            else:
-                optimizer.load_state_dict(states)
+            load_checked()
     others = {key: value for key, value in state_dict.items() if key not in loaded}
     if others:
         read(others, storage_reader, group, "the checkpoint")
         state_dict.update(others)
+
+
+def prepare_load(optimizer: Optimizer, states: dict[str, Any]) -> Callable[[], None]:
+    """Checks a state dict, and returns the function that loads it.
+
+    An optimizer checks in its method ``prepare_load``. Without it, or if a subclass overrides only
+    ``load_state_dict``, the returned function checks.
+    """
+    if type(optimizer) in REQUIRED:  # torch's classes, which check less
+        raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
+        return partial(load_whole, optimizer, states)
+    both = {"load_state_dict", "prepare_load"}
+    first = next(vars(kind) for kind in type(optimizer).__mro__ if both & vars(kind).keys())
+    if "prepare_load" not in first:
+        return partial(optimizer.load_state_dict, states)
+    load_checked: Callable[[], None] = optimizer.prepare_load(states)  # type: ignore[attr-defined]
+    return load_checked
 
 
 @contextmanager

@@ -5,8 +5,9 @@ The keys are torch's of `flatten_optimizer_state_dict`: `state.{fqn}.{name}` and
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import entries
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
-from torchopt_ext.statedict.moments import fit_moments
+from torchopt_ext.statedict.moments import fit_moments, has_codes
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
@@ -59,16 +60,15 @@ def get_state_dict(parts: Sequence[ModelPart], names: Names) -> dict[str, Any]:
     return flat | {f"{CONTROL_KEY}.{name}": value for name, value in fields.items()}
 
 
-@torch.no_grad()
-def load_state_dict(
+def prepare_load(
     parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names
-) -> None:
-    """Loads a flat state dict as :meth:`OptimizersContainer.load_state_dict`; checks it first."""
+) -> Callable[[], None]:
+    """Checks a flat state dict, and returns the function that loads it
+    (:meth:`OptimizersContainer.load_state_dict`)."""
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    quantized: dict[Tensor, bool] = {}
     for optimizer, group, saved, _ in _groups(parts, names):
         for fqn, param in zip(saved["params"], group["params"], strict=True):
             state = optimizer.state.get(param, {})
@@ -76,19 +76,28 @@ def load_state_dict(
             entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
-            storage = getattr(optimizer, "_storage", Storage())
-            quantized[param] = storage.quantizes(param)
             # torch saves no state for a parameter that was frozen before its first step.
-            may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad else keys
+            may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad or entry else keys
             missing += [key for name, key in keys.items() if name not in may_lack]
         options.append((group, read_options(group, saved["params"], state_dict, missing, problems)))
     control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
+    optimizers = [optimizer for _, own in parts for optimizer in own]
+    return partial(_load, optimizers, slots, options, control)
 
+
+@torch.no_grad()
+def _load(
+    optimizers: Sequence[Optimizer],
+    slots: Sequence[tuple[Slot, dict[str, Any]]],
+    options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    control: Any,
+) -> None:
     made = largest_step(state for _, state in slots)
     for slot, state in slots:
-        kept = fit_moments(slot.entry, slot.param, quantized[slot.param])
+        # As the state is: the next step converts it if the parameter's layout has changed.
+        kept = fit_moments(slot.entry, slot.param, has_codes(state))
         _commit(replace(slot, entry=kept), state)
     for group, found in options:
         for name, value in found.items():
@@ -97,7 +106,7 @@ def load_state_dict(
             else:
                 group[name] = value
     counted = largest_step(slot.entry for slot, _ in slots)
-    for optimizer in [optimizer for _, own in parts for optimizer in own]:
+    for optimizer in optimizers:
         if load_control := getattr(optimizer, "load_control", None):
             load_control(control, counted, made)
 

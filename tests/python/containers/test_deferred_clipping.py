@@ -277,6 +277,8 @@ def test_taking_over_twice_changes_nothing(titan):
 def test_optimizers_that_cannot(parts):
     with pytest.raises(TypeError, match="needs an OptimizersContainer, found a FusedAdamW"):
         defer_clipping(FusedAdamW(parts[0].parameters()))
+    with pytest.raises(TypeError, match="found a OptimizersInBackwardContainer"):
+        defer_clipping(OptimizersInBackwardContainer(parts, FusedAdamW, {}))
     with pytest.raises(ValueError, match="needs FusedAdam or FusedAdamW, found AdamW"):
         defer_clipping(OptimizersContainer(parts, torch.optim.AdamW, {}))
     with pytest.raises(ValueError, match=r"max_grad_norm is 0\.25: leave out one"):

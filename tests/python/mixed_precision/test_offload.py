@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
     load_fsdp_optimizer,
@@ -251,6 +252,21 @@ def test_an_optimizer_of_torch_alone(device: set[int]) -> None:
     optimizer.step()
     assert not any(where(held(optimizer), device))
     assert not any(p.data_ptr() in device for p in params)
+
+
+def test_a_container(device: set[int]) -> None:
+    """Its state dict stays as it is, and loading it brings the state back."""
+    model = nn.Linear(6, 5)
+    params, container = [*model.parameters()], OptimizersContainer([model], FusedAdamW, {})
+    step(params, container, 0)
+    before = values(container)
+    offload_fsdp_optimizer(container)
+    states = container.state_dict()
+    step(params, container, 1)
+    offload_fsdp_optimizer(container)
+    container.load_state_dict(states)
+    assert not any(where(held(container), device))
+    assert equal(values(container), before)
 
 
 def test_an_offloaded_optimizer_is_let_go_of() -> None:

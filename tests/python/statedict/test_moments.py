@@ -145,6 +145,24 @@ def test_by_name(saved: str, kept: str, way: str, tmp_path: Path) -> None:
     train(other, target, 7)
 
 
+@pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
+def test_a_layout_that_changed_since_the_last_step(first: torch.memory_format) -> None:
+    """A container loads as FusedAdamW does: parameters that are not contiguous have no codes."""
+    weights = []
+    for make in (container, lambda model, kind: KINDS[kind](model)):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Conv2d(16, 4, 3)).to(memory_format=first)
+        optimizer = make(model, "int8")
+        train(model, optimizer, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        last = {torch.contiguous_format, torch.channels_last} - {first}
+        model.to(memory_format=last.pop())
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 2)
+        weights.append(model.state_dict().values())
+    assert_same_bits(*weights)
+
+
 @pytest.mark.parametrize("kept", ["fp32", "int8"])
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
