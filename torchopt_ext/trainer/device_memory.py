@@ -6,13 +6,10 @@ import platform
 import re
 import resource
 import sys
-from typing import NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
-
-_GIB = 1024**3
 
 _PEAK_FLOPS = (
     # Dense bf16, from the vendors' data sheets. The first matching pattern decides.
@@ -36,17 +33,6 @@ def get_peak_flops(device_name: str) -> float | None:
         device_name: torch.cuda.get_device_name's result, such as "NVIDIA H100 80GB HBM3".
     """
     return next((flops for name, flops in _PEAK_FLOPS if re.search(name, device_name)), None)
-
-
-class DeviceMemStats(NamedTuple):
-    """Peaks since the last reset, in GiB and in percent of the device's memory."""
-
-    max_active_gib: float
-    max_active_pct: float
-    max_reserved_gib: float
-    max_reserved_pct: float
-    num_alloc_retries: int
-    num_ooms: int
 
 
 class DeviceMemoryMonitor:
@@ -73,7 +59,8 @@ class DeviceMemoryMonitor:
             self.device_capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.reset_peak_stats()
 
-    def get_peak_stats(self) -> DeviceMemStats:
+    def get_peak_stats(self) -> dict[str, float]:
+        """Returns the peaks since the last reset, by the tags of their metrics."""
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats(self.device)
             active, reserved, retries, ooms = (
@@ -90,10 +77,14 @@ class DeviceMemoryMonitor:
             logger.warning("%d CUDA memory allocations were retried so far", retries)
         if ooms:
             logger.warning("%d CUDA memory allocations failed so far", ooms)
-        percent = 100 / self.device_capacity
-        return DeviceMemStats(
-            active / _GIB, active * percent, reserved / _GIB, reserved * percent, retries, ooms
-        )
+        return {
+            "memory/max_active(GiB)": active / 2**30,
+            "memory/max_active(%)": 100 * active / self.device_capacity,
+            "memory/max_reserved(GiB)": reserved / 2**30,
+            "memory/max_reserved(%)": 100 * reserved / self.device_capacity,
+            "memory/num_alloc_retries": retries,
+            "memory/num_ooms": ooms,
+        }
 
     def reset_peak_stats(self) -> None:
         if self.device.type == "cuda":

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,26 +20,22 @@ class MetricWriter(Protocol):
     def close(self) -> None: ...
 
 
+_COLORS = ("31", "32", "38;2;180;60;0", "38;2;54;234;195", "34", "36", "35")
+"""torchtitan's colors of a line's parts, as codes for a terminal."""
+
+
 class Lines:
-    """Prints one line per step on standard output.
+    """Prints one line per step on standard output, on a terminal in colors."""
 
-    Args:
-        color: the escape sequences of the colors, or empty strings.
-    """
-
-    def __init__(self, color: Any) -> None:
-        self._color = color
+    def __init__(self, colored: bool) -> None:
+        self._colored = colored
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        shown = describe(metrics)
-        color = self._color
-        colors = (color.green, color.orange, color.turquoise, color.blue, color.cyan, color.magenta)
-        parts = [f"{color.red}step: {step:2}"]
-        parts += [
-            f"{colors[index % len(colors)]}{name}: {value}"
-            for index, (name, value) in enumerate(shown.items())
-        ]
-        print("  ".join(parts) + color.reset, flush=True)
+        line = one_line(step, metrics)
+        if self._colored:
+            parts = zip(cycle(_COLORS), line.split("  "))
+            line = "  ".join(f"\033[{color}m{part}" for color, part in parts) + "\033[39m"
+        print(line, flush=True)
 
     def close(self) -> None:
         pass
@@ -67,7 +64,7 @@ class ProgressBar:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         shown = describe(metrics)
         if "loss" not in shown:
-            self._tqdm.write("  ".join([f"step: {step:2}", *map(": ".join, shown.items())]))
+            self._tqdm.write(one_line(step, metrics))
             return
         if self._bar is None:  # a resumed job starts in the middle
             self._bar = self._tqdm(
@@ -100,6 +97,11 @@ def describe(metrics: dict[str, float]) -> dict[str, str]:
         for key, (name, pattern) in formats.items()
         if key in metrics and (key != "skipped_steps" or metrics[key])
     }
+
+
+def one_line(step: int, metrics: dict[str, float]) -> str:
+    """Returns a step's metrics that a console shows, in a line."""
+    return "  ".join([f"step: {step:2}", *map(": ".join, describe(metrics).items())])
 
 
 class JsonLines:

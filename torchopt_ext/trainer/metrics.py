@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,6 @@ from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Color:
-    """Escape sequences of a terminal's colors."""
-
-    black: str = "\033[30m"
-    red: str = "\033[31m"
-    green: str = "\033[32m"
-    yellow: str = "\033[33m"
-    blue: str = "\033[34m"
-    magenta: str = "\033[35m"
-    cyan: str = "\033[36m"
-    white: str = "\033[37m"
-    reset: str = "\033[39m"
-    orange: str = "\033[38;2;180;60;0m"
-    turquoise: str = "\033[38;2;54;234;195m"
-
-
-NO_COLOR = Color(**{field.name: "" for field in fields(Color)})
 
 # Schedules whose ranks hold one stage from each end: rank 0 has the first stage and the last.
 _V_SCHEDULES = frozenset({"zbvzerobubble", "dualpipev"})
@@ -70,7 +50,6 @@ class MetricsProcessor:
         parallel_dims: says how many ranks share the same tokens, and which rank reports.
 
     Attributes:
-        color: escape sequences for console output; empty if stdout is not a terminal.
         device_memory_monitor: monitor of the memory of this rank's device.
         num_flops_per_token: floating-point operations for one token, forward and backward; 0 or
             less: unknown.
@@ -81,17 +60,10 @@ class MetricsProcessor:
 
     Raises:
         MissingExtra: A writer's package is not installed. The message names the package.
-        ValueError: A setting is out of range.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        if job_config.metrics.log_freq < 1:
-            raise ValueError(
-                f"metrics.log_freq is {job_config.metrics.log_freq}, expected 1 or more"
-            )
         self.job_config, self.parallel_dims = job_config, parallel_dims
-        plain = job_config.metrics.disable_color_printing or not sys.stdout.isatty()
-        self.color = NO_COLOR if plain else Color()
         self.device_memory_monitor = DeviceMemoryMonitor(choose_device(job_config))
         self.peak_flops = get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token: float = 0
@@ -100,7 +72,7 @@ class MetricsProcessor:
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
         self.time_last_log = time.perf_counter()
-        self._writers = _build_writers(job_config, parallel_dims, self.color)
+        self._writers = _build_writers(job_config, parallel_dims)
         self._failed: list[MetricWriter] = []
 
     def should_log(self, step: int) -> bool:
@@ -141,7 +113,7 @@ class MetricsProcessor:
             "time_metrics/end_to_end(s)": seconds / steps,
             "time_metrics/data_loading(s)": waited / steps,
             "time_metrics/data_loading(%)": 100 * waited / seconds,
-            **self._memory(),
+            **self.device_memory_monitor.get_peak_stats(),
             **(extra_metrics or {}),
         }
         self._write(step, metrics)
@@ -164,17 +136,6 @@ class MetricsProcessor:
     ) -> None:
         """Writes a validation loss. The counters of training do not change."""
         self._write(step, {"validation_metrics/loss": loss, **(extra_metrics or {})})
-
-    def _memory(self) -> dict[str, float]:
-        stats = self.device_memory_monitor.get_peak_stats()
-        return {
-            "memory/max_active(GiB)": stats.max_active_gib,
-            "memory/max_active(%)": stats.max_active_pct,
-            "memory/max_reserved(GiB)": stats.max_reserved_gib,
-            "memory/max_reserved(%)": stats.max_reserved_pct,
-            "memory/num_alloc_retries": stats.num_alloc_retries,
-            "memory/num_ooms": stats.num_ooms,
-        }
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         for writer in self._writers:
@@ -202,9 +163,7 @@ class MetricsProcessor:
                 writer.close()
 
 
-def _build_writers(
-    job_config: JobConfig, parallel_dims: ParallelDims, color: Color
-) -> list[MetricWriter]:
+def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[MetricWriter]:
     """Returns this rank's writers: files on one rank or on all, the console on one rank."""
     config, rank = job_config.metrics, dist.get_rank()
     reports = rank == metrics_rank(parallel_dims, job_config)
@@ -218,8 +177,10 @@ def _build_writers(
         run /= f"rank_{rank}"
     writers: list[MetricWriter] = []
     if reports:
-        bar = config.progress_bar == "on" or (config.progress_bar == "auto" and sys.stdout.isatty())
-        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(color))
+        terminal = sys.stdout.isatty()
+        bar = config.progress_bar == "on" or (config.progress_bar == "auto" and terminal)
+        colored = terminal and not config.disable_color_printing
+        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(colored))
     if config.enable_wandb:
         writers.append(WeightsAndBiases(run, job_config.to_dict()))
     if config.enable_tensorboard:

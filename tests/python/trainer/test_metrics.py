@@ -267,8 +267,6 @@ def test_console(
     monkeypatch.setattr(logging.root, "handlers", [handler])
     job_config.metrics.progress_bar, job_config.training.steps = progress_bar, 40
     processor = build_metrics_processor(job_config, dims())
-    colored = processor.color.red != ""
-    assert colored == terminal
     for step in (20, 24):
         processor.log(step, 1.5, 2.0, {"grad_norm": 0.25, "skipped_steps": float(step == 24)})
     processor.log_validation(1.75, 24)
@@ -289,12 +287,6 @@ def test_console(
         assert validation == "step: 24  validation loss: 1.75000"
 
 
-def test_refused(job_config: JobConfig) -> None:
-    job_config.metrics.log_freq = 0
-    with pytest.raises(ValueError, match=r"metrics.log_freq is 0, expected 1 or more"):
-        build_metrics_processor(job_config, dims())
-
-
 def test_memory_of_a_cpu() -> None:
     """The stats are the peak resident set and its share of the machine's memory, as in /proc."""
 
@@ -304,11 +296,9 @@ def test_memory_of_a_cpu() -> None:
 
     stats = DeviceMemoryMonitor(torch.device("cpu")).get_peak_stats()
     peak, installed = read("/proc/self/status", "VmHWM:"), read("/proc/meminfo", "MemTotal:")
-    assert stats.max_active_gib == stats.max_reserved_gib
-    assert stats.max_active_gib == pytest.approx(peak / 2**30, rel=0.02)
-    assert stats.max_active_pct == stats.max_reserved_pct
-    assert stats.max_active_pct == pytest.approx(100 * peak / installed, rel=0.02)
-    assert (stats.num_alloc_retries, stats.num_ooms) == (0, 0)
+    share = 100 * peak / installed
+    expected = (peak / 2**30, share, peak / 2**30, share, 0, 0)
+    assert tuple(stats.values()) == pytest.approx(expected, rel=0.02)
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -328,7 +318,7 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     device = torch.device("cuda", 1)
     monitor = DeviceMemoryMonitor(device)
     assert monitor.device_name == "NVIDIA H100 80GB HBM3"
-    assert monitor.get_peak_stats() == (2, 12.5, 4, 25, 3, 1)
+    assert tuple(monitor.get_peak_stats().values()) == (2, 12.5, 4, 25, 3, 1)
     assert "3 CUDA memory allocations were retried" in caplog.text
     monitor.reset_peak_stats()
     assert resets == [device, device]
