@@ -1,7 +1,4 @@
-"""One rank of tests/distributed/test_containers_steps.py; writes its results as JSON.
-
-Usage: torchrun ... containers_worker.py FOLDER
-"""
+"""Cases of test_containers_steps.py: steps in backward, and deferred clipping, on two ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import difference, run_cases
+from rank_cases import difference, gathered, run_cases
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +23,6 @@ from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardCon
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 
 MAX_NORM, STEPS = 0.1, 3
-Result = dict[str, Any]
 
 
 def model() -> nn.Sequential:
@@ -85,14 +82,21 @@ def train(
     return weights(wrapped)
 
 
-def compared(wrap: Any, part_of: Any = lambda m: m, microbatches: int = 1, **kwargs: Any) -> Result:
+def compared(wrap: Any, part_of: Any = lambda m: m, microbatches: int = 1, **kwargs: Any) -> None:
+    """The weights are equal bitwise. torchtitan steps before DDP has reduced: its ranks diverge."""
     expected = train(wrap, part_of, False, microbatches, **kwargs)
     found = train(wrap, part_of, True, microbatches, **kwargs)
-    moved = max(float((a - b).abs().max()) for a, b in zip(found, weights(model()), strict=True))
-    return {"difference": difference(found, expected), "moved": moved, "last": float(found[-1][0])}
+    assert difference(found, expected) == ""
+    assert max((a - b).abs().max() for a, b in zip(found, weights(model()), strict=True)) > 1e-3
+    values = [w.tolist() for w in found]
+    assert gathered(values) == [values] * 2
 
 
-def wrapped_later(in_backward: bool) -> list[torch.Tensor]:
+def wrapped_later() -> None:
+    assert difference(trained_and_wrapped(True), trained_and_wrapped(False)) == ""
+
+
+def trained_and_wrapped(in_backward: bool) -> list[torch.Tensor]:
     """Takes a step without DDP, with the same data on all ranks, and then trains with DDP."""
     module = model()
     cls = OptimizersInBackwardContainer if in_backward else OptimizersContainer
@@ -159,8 +163,11 @@ def parameters_on(how: str) -> tuple[list[nn.Parameter], Any]:
     return params, mesh if how == "stages" else None
 
 
-def deferred(how: str) -> Result:
-    """Compares torchtitan's clipping call and a step with a step under `max_grad_norm`."""
+def deferred(how: str) -> None:
+    """torchtitan's clipping call and a step equal bitwise a step under `max_grad_norm`.
+
+    The norm covers all gradients of all meshes and stages.
+    """
     titan = SimpleNamespace(clip_grad_norm_=None)
     take_over(titan)
     results: list[Any] = []
@@ -183,14 +190,17 @@ def deferred(how: str) -> Result:
     generator = torch.Generator().manual_seed(0)
     all_values = [torch.randn(4, 6, generator=generator) for _ in range(8)]
     expected = torch.cat([v.flatten() for v in all_values[1::2]]).double().norm()
-    return {
-        "difference": difference(results[0], results[1]),
-        "off": abs(norm / float(expected) - 1),
-        "clip_factor": float(container.control.clip_factor),
-    }
+    assert difference(results[0], results[1]) == ""
+    assert abs(norm / float(expected) - 1) < 1e-14
+    assert container.control.clip_factor < 1
+    if how == "stages":
+        part = nn.ParameterList(parameters_on("plain")[0])
+        whole = OptimizersContainer([part], FusedAdamW, {"max_grad_norm": MAX_NORM})
+        whole.step()
+        assert container.control.clip_factor.equal(whole.control.clip_factor)
 
 
-def rejected() -> Result:
+def rejected() -> None:
     """Clips while rank 1 has a gradient on another mesh: all ranks raise, and none hangs."""
     params, _ = parameters_on("rows")
     other = init_device_mesh("cpu", (1, 2))
@@ -199,14 +209,13 @@ def rejected() -> Result:
     if dist.get_rank() == 1:
         rows = torch.zeros(2, 6)
         params[0].grad = DTensor.from_local(rows, other, [Replicate(), Shard(0)], run_check=False)
-    try:
+    rejects = dist.get_rank() == 1
+    message = "a gradient is placed" if rejects else "rank 1 rejected the step"
+    with pytest.raises(RuntimeError, match=message):
         clipping.clip(MAX_NORM)
-    except RuntimeError as error:
-        return {"local": str(error)}
-    return {"local": ""}
 
 
-def failed_after_clipping() -> Result:
+def failed_after_clipping() -> None:
     """Rank 1's step fails after all ranks clipped: no rank waits, and the next step is right."""
     params, _ = parameters_on("rows")
     gradient = params[0].grad
@@ -217,23 +226,18 @@ def failed_after_clipping() -> Result:
     if dist.get_rank() == 1:
         rows = torch.zeros(2, 6)
         params[0].grad = DTensor.from_local(rows, other, [Replicate(), Shard(0)], run_check=False)
-    message = ""
-    try:
+        with pytest.raises(RuntimeError, match="a gradient is placed"):
+            container.step()
+    else:
         container.step()
-    except RuntimeError as error:
-        message = str(error)
     params[0].grad = gradient
-    again = clipping.clip(MAX_NORM)
+    assert clipping.clip(MAX_NORM).equal(norm)
     container.step()
-    return {"local": message, "difference": float(abs(norm - again))}
 
 
-def cases() -> dict[str, Callable[[], Result]]:
-    found: dict[str, Callable[[], Result]] = {}
+def cases() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {"wrapped later": wrapped_later}
     ddp, inner = DistributedDataParallel, lambda m: m.module
-    found["wrapped later"] = lambda: {
-        "difference": difference(wrapped_later(True), wrapped_later(False))
-    }
     for name, kwargs in {"": {}, " clipped": {"max_grad_norm": MAX_NORM}}.items():
         found[f"ddp{name}"] = lambda k=kwargs: compared(ddp, **k)
         found[f"inner module of ddp{name}"] = lambda k=kwargs: compared(ddp, inner, **k)

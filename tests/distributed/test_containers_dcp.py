@@ -5,11 +5,10 @@ sums the ranks' gradients in another order than one process does.
 """
 
 import copy
+import functools
 import itertools
 import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,9 @@ from torchopt_ext.containers import (
 )
 from torchopt_ext.statedict.dcp import load
 
-TIMEOUT = 100  # seconds; a process that hangs is killed and the test fails
+if __name__ != "__main__":
+    from .rank_results import assert_passed
+
 SAVED_AT, STEPS = 3, 5
 
 
@@ -132,6 +133,7 @@ def resume_and_save(path: Path) -> None:
 
 
 def step_in_backward(path: Path) -> None:
+    """A container that steps in backward under FSDP2 trains like the plain container."""
     plain, in_backward = Job(), Job(container=OptimizersInBackwardContainer)
     for seed in range(STEPS):
         x = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
@@ -187,6 +189,7 @@ def gather_remainders(path: Path) -> None:
 
 
 def refuse_plain_state(path: Path) -> None:
+    """A sharded job rejects unsharded state."""
     job = Job()
     wrong = {
         key: value.full_tensor() if isinstance(value, DTensor) else value
@@ -197,6 +200,7 @@ def refuse_plain_state(path: Path) -> None:
 
 
 def refuse_flat_parameters(path: Path) -> None:
+    """The first generation of FSDP is rejected."""
     part = FullyShardedDataParallel(Part("first", 1), device_id=torch.device("cpu"))
     container = OptimizersContainer([part], FusedAdamW, {"lr": 1e-2})
     for call in (container.state_dict, lambda: container.load_state_dict({})):
@@ -237,8 +241,6 @@ def fit_on_one_rank(path: Path) -> None:
         assert str(loaded.state_dict()) == before, kind
 
 
-# All tests share one start of two processes, because a start takes longer than their work.
-
 WORK = [
     train_and_save,
     resume_and_save,
@@ -248,49 +250,29 @@ WORK = [
     refuse_plain_state,
     refuse_flat_parameters,
     miss_a_key,
-    fit_on_one_rank,
 ]
 
 
-def work(path: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT / 3))
-    for function in WORK:
-        try:
-            function(path)
-        except BaseException:
-            failed = path / f"{function.__name__}.{dist.get_rank()}.failed"
-            failed.write_text(traceback.format_exc())
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., None]) -> Path:
+def path(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list]) -> Path:
     """The directory in which two ranks have done all of WORK."""
     path = tmp_path_factory.mktemp("containers")
     run_job(0, SAVED_AT, load=None, save=path / "one_before")
     for kind in MIXED:
         dcp.save(mixed(kind, range(SAVED_AT)).states(), checkpoint_id=path / f"one_{kind}")
-    start_ranks(Path(__file__).name, 2, str(path), seconds=TIMEOUT)
+    assert_passed(run_ranks(Path(__file__).name, 2, str(path)), len(WORK))
     return path
 
 
-def assert_done(function, path: Path) -> None:
-    failures = path.glob(f"{function.__name__}.*.failed")
-    assert "".join(failure.read_text() for failure in failures) == ""
-
-
-pytestmark = pytest.mark.timeout(TIMEOUT + 60)
+pytestmark = pytest.mark.timeout(160)
 
 
 def test_saved_on_two_ranks_and_loaded_on_one(path):
-    assert_done(train_and_save, path)
     uninterrupted = run_job(0, STEPS, load=None, save=None)
     assert_same(run_job(SAVED_AT, STEPS, load=path / "two_before", save=None), uninterrupted)
 
 
 def test_saved_on_one_rank_and_resumed_on_two(path):
-    assert_done(resume_and_save, path)
     uninterrupted = run_job(0, STEPS, load=None, save=None)
     assert_same(run_job(STEPS, STEPS, load=path / "two_after", save=None), uninterrupted)
 
@@ -299,7 +281,6 @@ def test_saved_on_one_rank_and_resumed_on_two(path):
 @pytest.mark.parametrize("kept", MIXED)
 def test_masters_are_converted_between_one_rank_and_two(path, saved, kept):
     """A loaded checkpoint converts masters as a loaded state dict does."""
-    assert_done(convert_masters, path)
     source, expected, loaded = (
         mixed(saved, range(SAVED_AT)),
         mixed(kept, range(1)),
@@ -314,29 +295,8 @@ def test_masters_are_converted_between_one_rank_and_two(path, saved, kept):
     assert_same(loaded, expected)
 
 
-def test_sharded_remainders_are_gathered(path):
-    assert_done(gather_remainders, path)
-
-
-def test_in_backward_under_fsdp2_trains_like_the_plain_container(path):
-    assert_done(step_in_backward, path)
-
-
-def test_unsharded_state_is_refused_by_a_sharded_job(path):
-    assert_done(refuse_plain_state, path)
-
-
-def test_an_optimizer_that_one_rank_misses_raises_on_all_ranks(path):
-    assert_done(miss_a_key, path)
-
-
-def test_an_optimizer_that_does_not_fit_on_one_rank_is_loaded_on_none(path):
-    assert_done(fit_on_one_rank, path)
-
-
-def test_the_first_generation_of_fsdp_is_refused(path):
-    assert_done(refuse_flat_parameters, path)
-
-
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    from rank_cases import run_cases
+
+    checkpoints = Path(sys.argv[2])
+    run_cases(lambda: {each.__name__: functools.partial(each, checkpoints) for each in WORK})
