@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchopt_ext.cli.terminal import CommandError, Parser, number
 from torchopt_ext.optim.fp32_moments import embeddings_of
+from torchopt_ext.statedict import safetensors
 
 NAMED = "gpt2"
 ALIKE, WIDTH = 1024, 1024
@@ -34,14 +35,6 @@ MASTERS_NAMED = {
 MOST_TENSORS = 1_000_000
 MOST_ELEMENTS = 2**53
 """The partitions' limit. Sizes must be below it, so that their bytes fit into 63 bits."""
-_SAFETENSORS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 
 
@@ -257,9 +250,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 def _described(name: str, entry: dict[str, Any]) -> Tensor:
     shape, kind = entry["shape"], entry["dtype"]
-    if kind not in _SAFETENSORS:
-        raise CommandError(f"{name} has the dtype {kind}, expected {', '.join(_SAFETENSORS)}")
+    if kind not in safetensors.DTYPES:
+        raise CommandError(f"{name} has the dtype {kind}, expected {', '.join(safetensors.DTYPES)}")
     lengths = [length or 1 for length in shape]  # strides count a length of 0 as 1
     if any(type(n) is not int or n < 0 for n in shape) or math.prod(lengths) >= MOST_ELEMENTS:
         raise CommandError(f"{name} has the shape {shape}")
-    return meta(shape, _SAFETENSORS[kind])
+    return meta(shape, safetensors.DTYPES[kind])

@@ -8,22 +8,8 @@ from pathlib import Path
 import torch
 
 from torchopt_ext.statedict import dcp
+from torchopt_ext.statedict.safetensors import NAMES
 from torchopt_ext.trainer.checkpoint_states import model_tensors
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's dtypes (github.com/huggingface/safetensors: a length, a JSON header, the data)."""
 
 
 def export_safetensors(
@@ -33,8 +19,9 @@ def export_safetensors(
 ) -> None:
     """Writes a checkpoint's model into one safetensors file, in one process for any saved layout.
 
-    The tensors are read into the mapped file, so the model does not have to fit into memory. An
-    existing file is replaced when the output is complete.
+    The file is a length, a JSON header and the data. The tensors are read into the mapped file, so
+    the model does not have to fit into memory. An existing file is replaced when the output is
+    complete.
 
     Args:
         checkpoint: a folder ``step-N`` of CheckpointManager or of torchtitan.
@@ -51,7 +38,7 @@ def export_safetensors(
     for name, stored in model_tensors(reader.read_metadata()).items():
         own = stored.properties.dtype
         kind = dtype if dtype and own.is_floating_point else own
-        if kind not in _NAMES:
+        if kind not in NAMES:
             raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
         tensors[name] = kind, tuple(stored.size)
     # The widest elements first, so that each tensor begins at a multiple of its element size.
@@ -60,7 +47,7 @@ def export_safetensors(
     for name in names:
         kind, shape = tensors[name]
         begin, end = end, end + math.prod(shape) * kind.itemsize
-        entries[name] = {"dtype": _NAMES[kind], "shape": shape, "data_offsets": [begin, end]}
+        entries[name] = {"dtype": NAMES[kind], "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
     saving = Path(f"{output}.saving")

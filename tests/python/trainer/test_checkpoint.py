@@ -732,6 +732,7 @@ def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
         "index": torch.arange(5),
         "flag": torch.tensor([True, False, True]),
         "none": torch.empty(0, 3),
+        "eighth": torch.randn(3).to(torch.float8_e4m3fn),
     }
     others = {"optimizer": {"state": torch.ones(3)}, "step": 3}
     torch_dcp.save(tensors | others, checkpoint_id=tmp_path / "step-1")
