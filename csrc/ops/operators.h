@@ -4,8 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <tuple>
-#include <vector>
 
 namespace torchopt_ext {
 
@@ -16,11 +14,5 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
                      const std::optional<at::Tensor>& found_inf);
 double lr_factor_op(int64_t step, int64_t warmup_steps, int64_t stable_steps, int64_t decay_steps,
                     c10::string_view decay_type, double min_factor, int64_t generation);
-std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,
-                                         at::OptionalIntArrayRef initial_loads,
-                                         at::OptionalIntArrayRef tie_loads);
-std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>
-partition_balanced_op(at::IntArrayRef numels, at::IntArrayRef row_lengths, int64_t world_size,
-                      std::optional<int64_t> bucket_elements, int64_t alignment);
 
 }  // namespace torchopt_ext

@@ -21,13 +21,8 @@ std::vector<int64_t> partition_buckets_op(at::IntArrayRef numels, at::IntArrayRe
     left -= bucket_lengths[b];
   }
   TORCH_CHECK_VALUE(left == 0, "bucket_lengths leave out ", left, " of ", numels.size(), " numels");
-  std::vector<int64_t> rows;
-  for (const BucketAssignment& row :
-       shard_buckets ? partition_sharded_buckets(numels.vec(), bucket_lengths.vec(), world_size)
-                     : partition_whole_buckets(bucket_lengths.vec(), world_size)) {
-    rows.insert(rows.end(), {row.bucket, row.offset, row.length, row.rank});
-  }
-  return rows;
+  return shard_buckets ? partition_sharded_buckets(numels.vec(), bucket_lengths.vec(), world_size)
+                       : partition_whole_buckets(bucket_lengths.vec(), world_size);
 }
 
 const Operator kPartitionBuckets(

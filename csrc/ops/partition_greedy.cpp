@@ -1,10 +1,11 @@
 // partition_greedy: assigns whole tensors, largest first, each to the least loaded rank. Returns
 // the rank of every tensor in the given order. `initial_loads` are elements that ranks already
 // hold. Among ranks of equal load the rank with the least of `tie_loads` comes first.
+#include <torchopt_ext/partition.h>
+
 #include <limits>
 
 #include "ops/operator.h"
-#include "ops/operators.h"
 #include "ops/partition_checks.h"
 #include "partition/greedy.h"
 
@@ -26,8 +27,6 @@ std::vector<int64_t> loads_or_zeros(at::OptionalIntArrayRef loads, const char* n
   return loads->vec();
 }
 
-}  // namespace
-
 std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,
                                          at::OptionalIntArrayRef initial_loads,
                                          at::OptionalIntArrayRef tie_loads) {
@@ -39,8 +38,6 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
   return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
 }
 
-namespace {
-
 const Operator kPartitionGreedy(
     "partition_greedy",
     "(int[] numels, int world_size, int[]? initial_loads=None, int[]? tie_loads=None) -> "
@@ -48,4 +45,9 @@ const Operator kPartitionGreedy(
     partition_greedy_op);
 
 }  // namespace
+
+std::vector<int64_t> partition_greedy(const std::vector<int64_t>& numels, int64_t world_size) {
+  return partition_greedy_op(numels, world_size, std::nullopt, std::nullopt);
+}
+
 }  // namespace torchopt_ext

@@ -1,4 +1,4 @@
-// Balanced plan: lays tensors one after the other into buckets and cuts each bucket into one
+// Balanced partition: lays tensors one after the other into buckets and cuts each bucket into one
 // interval per rank, of about equal lengths. A pure function of sizes and world size.
 //
 // Cuts respect the blocks of the sum of squares (docs/numerics.md section 3), so that ranks' block
@@ -7,11 +7,11 @@
 // differ by at most the largest item. Here an item is the range between two adjacent possible cuts.
 #pragma once
 
+#include <torchopt_ext/partition.h>
+
 #include <algorithm>
-#include <cstdint>
 #include <span>
 #include <stdexcept>
-#include <vector>
 
 #include "kernels/block_rule.h"
 
@@ -23,19 +23,13 @@ inline int64_t default_bucket_elements(int64_t world_size) {
   return std::max(int64_t{1} << 23, world_size << 20);
 }
 
-struct BalancedPlan {
-  std::vector<int64_t> buckets;  // of each tensor
-  std::vector<int64_t> starts;   // of each tensor in its bucket, in elements
-  std::vector<int64_t> lengths;  // of each bucket: where its last tensor ends
-  std::vector<int64_t> cuts;     // world_size + 1 for each bucket
-};
-
-// Returns a plan without cuts. A bucket that has elements ends before the tensor that would take it
-// beyond `target` elements. A last bucket shorter than half of `target` joins the previous bucket.
-inline BalancedPlan lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
-                                    int64_t alignment) {
+// Returns a partition without cuts. A bucket that has elements ends before the tensor that would
+// take it beyond `target` elements. A last bucket shorter than half of `target` joins the previous
+// bucket.
+inline BalancedPartition lay_out_buckets(const std::vector<int64_t>& numels, int64_t target,
+                                         int64_t alignment) {
   const auto align = [&](int64_t x) { return (x + alignment - 1) / alignment * alignment; };
-  BalancedPlan plan;
+  BalancedPartition plan;
   std::vector<int64_t>& lengths = plan.lengths;
   for (const int64_t numel : numels) {
     if (lengths.empty() || (lengths.back() > 0 && align(lengths.back()) + numel > target)) {
@@ -191,27 +185,6 @@ inline std::vector<int64_t> balanced_cuts(const CutPlaces& places, int64_t world
     cuts[r] = std::clamp(places.nearest(ideal), first, last);
   }
   return cuts;
-}
-
-inline BalancedPlan partition_balanced(const std::vector<int64_t>& numels,
-                                       const std::vector<int64_t>& row_lengths, int64_t world_size,
-                                       int64_t bucket_elements, int64_t alignment) {
-  BalancedPlan plan = lay_out_buckets(numels, bucket_elements, alignment);
-  size_t begin = 0;
-  for (size_t b = 0; b < plan.lengths.size(); ++b) {
-    const size_t end =
-        std::upper_bound(plan.buckets.begin(), plan.buckets.end(), static_cast<int64_t>(b)) -
-        plan.buckets.begin();
-    const auto of_bucket = [&](const std::vector<int64_t>& all) {
-      return std::span(all).subspan(begin, end - begin);
-    };
-    const CutPlaces places{of_bucket(plan.starts), of_bucket(numels), of_bucket(row_lengths),
-                           plan.lengths[b], alignment};
-    const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
-    plan.cuts.insert(plan.cuts.end(), cuts.begin(), cuts.end());
-    begin = end;
-  }
-  return plan;
 }
 
 }  // namespace torchopt_ext

@@ -11,23 +11,16 @@
 
 namespace torchopt_ext {
 
-// Parameters [offset, offset + length) of a bucket go to a rank.
-struct BucketAssignment {
-  int64_t bucket;
-  int64_t offset;
-  int64_t length;
-  int64_t rank;
-};
-
-// Assigns whole buckets to ranks in turn: ZeroRedundancyOptimizer._get_assigned_rank.
-inline std::vector<BucketAssignment> partition_whole_buckets(
-    const std::vector<int64_t>& bucket_lengths, int64_t world_size) {
-  std::vector<BucketAssignment> assignments;
+// Assigns whole buckets to ranks in turn: ZeroRedundancyOptimizer._get_assigned_rank. Returns rows
+// of four numbers: bucket, first parameter, number of parameters and rank.
+inline std::vector<int64_t> partition_whole_buckets(const std::vector<int64_t>& bucket_lengths,
+                                                    int64_t world_size) {
+  std::vector<int64_t> rows;
   for (size_t b = 0; b < bucket_lengths.size(); ++b) {
     const auto bucket = static_cast<int64_t>(b);
-    assignments.push_back({bucket, 0, bucket_lengths[b], bucket % world_size});
+    rows.insert(rows.end(), {bucket, 0, bucket_lengths[b], bucket % world_size});
   }
-  return assignments;
+  return rows;
 }
 
 // Splits each bucket into runs of parameters, smallest bucket first. Each run goes to the rank with
@@ -36,9 +29,9 @@ inline std::vector<BucketAssignment> partition_whole_buckets(
 // it to the threshold, an equal share of all elements. As in Python, the share is a quotient of
 // doubles, and an equal size (>=) ends a run. `numels` are the parameters' sizes, bucket by bucket.
 // Throws if a bucket has more runs than there are ranks.
-inline std::vector<BucketAssignment> partition_sharded_buckets(
-    const std::vector<int64_t>& numels, const std::vector<int64_t>& bucket_lengths,
-    int64_t world_size) {
+inline std::vector<int64_t> partition_sharded_buckets(const std::vector<int64_t>& numels,
+                                                      const std::vector<int64_t>& bucket_lengths,
+                                                      int64_t world_size) {
   std::vector<int64_t> begins;  // the start of each bucket in `numels`
   std::vector<int64_t> sizes;   // of each bucket, in elements
   auto begin = numels.begin();
@@ -55,7 +48,7 @@ inline std::vector<BucketAssignment> partition_sharded_buckets(
   const double threshold = total / static_cast<double>(world_size);
 
   std::vector<int64_t> loads(static_cast<size_t>(world_size), 0);
-  std::vector<BucketAssignment> assignments;
+  std::vector<int64_t> rows;
   for (const size_t b : order) {
     std::vector<bool> used(loads.size(), false);
     int64_t offset = 0;
@@ -72,8 +65,8 @@ inline std::vector<BucketAssignment> partition_sharded_buckets(
                                  std::to_string(world_size) +
                                  " ranks: its parameters are too uneven to shard it");
       }
-      assignments.push_back(
-          {static_cast<int64_t>(b), offset, end - offset, static_cast<int64_t>(least)});
+      rows.insert(rows.end(),
+                  {static_cast<int64_t>(b), offset, end - offset, static_cast<int64_t>(least)});
       used[least] = true;
       loads[least] += size;
       offset = end;
@@ -88,7 +81,7 @@ inline std::vector<BucketAssignment> partition_sharded_buckets(
     }
     assign(bucket_lengths[b]);
   }
-  return assignments;
+  return rows;
 }
 
 }  // namespace torchopt_ext

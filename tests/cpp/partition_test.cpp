@@ -30,7 +30,7 @@ TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
         const std::vector<int64_t> row_lengths{first, second, first};
         const std::vector<int64_t> numels{rows * first, second, first};
         const int64_t target = int64_t{1} << 20;
-        const BalancedPlan layout = lay_out_buckets(numels, target, 64);
+        const BalancedPartition layout = lay_out_buckets(numels, target, 64);
         ASSERT_EQ(layout.lengths.size(), 1);
         const CutPlaces places{layout.starts, numels, row_lengths, layout.lengths[0], 64};
         const std::vector<int64_t> all = walk(places);
