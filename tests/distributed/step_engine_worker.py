@@ -1,11 +1,9 @@
-"""One rank of tests/distributed/test_step_engine.py; writes its results as JSON.
-
-Usage: torchrun ... step_engine_worker.py FOLDER
-"""
+"""Cases of test_step_engine.py: one decision of all ranks, and the bits of one process."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import math
 import time
@@ -14,10 +12,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from rank_cases import run_cases
+from rank_cases import gathered, run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,6 +50,7 @@ MAX_NORM = 0.5
 SHAPES = [(7, 100), (51,), (1, 130), (9, 9000), (3, 5), (4, 6, 33)]
 STEPS = 4
 HELD = ("params", "state")
+SCALARS = ("grad_norm", "clip_factor")
 
 
 def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -132,6 +132,41 @@ def train(
     return {**describe(optimizer), "local": seen(optimizer)}
 
 
+def number(result: Result, field: str) -> float:
+    return float.fromhex(result[field])
+
+
+def assert_same(
+    sharded: Result, whole: Result, fields: Sequence[str] = (*SCALARS, *HELD), adds_up: bool = False
+) -> None:
+    """Asserts that all ranks have the bits of one process after clipped steps.
+
+    Args:
+        adds_up: also compares what the ranks see: digests modulo 2**64 and counts add up exactly,
+            squares of norms up to rounding.
+    """
+    agreed = {k: v for k, v in sharded.items() if k != "local"}
+    assert gathered(agreed) == [agreed] * dist.get_world_size()
+    assert SCALARS[1] not in fields or 0 < number(whole, "clip_factor") < 1
+    assert {field: sharded[field] for field in fields} == {field: whole[field] for field in fields}
+    if not adds_up:
+        return
+    mine, exact = gathered(sharded["local"]), whole["local"]
+    digests = [sum(pair) % 2**64 for pair in zip(*[m["digests"] for m in mine], strict=True)]
+    assert digests == exact["digests"]
+    assert len(set(digests)) == len(digests)
+    assert [sum(pair) for pair in zip(*[m["lost"] for m in mine], strict=True)] == exact["lost"]
+    for squares in ("grad_squares", "update_squares"):
+        summed = [sum(pair) for pair in zip(*[m[squares] for m in mine], strict=True)]
+        assert summed == pytest.approx(exact[squares], rel=1e-12)
+        assert min(summed) > 0
+
+
+@functools.cache
+def unsharded(held: str = "", clip: bool = True) -> Result:
+    return train(None, clip=clip, **MASTERS[held])
+
+
 def rows(_: int) -> list[Placement]:
     return [Shard(0)]
 
@@ -145,17 +180,42 @@ def mixed(i: int) -> list[Placement]:
     return [([Shard(0), Shard(len(SHAPES[i]) - 1), Replicate()])[i % 3]]
 
 
+def replicated(_: int) -> list[Placement]:
+    return [Replicate()]
+
+
 def mixed_rows(i: int) -> list[Placement]:
     return [Shard(0) if i % 2 else Replicate()]
 
 
-def hybrid(shape: tuple[int, int]) -> Result:
+def hybrid(shape: tuple[int, int]) -> None:
     """Trains with HSDP: replicas over the first mesh dimension, row shards over the second."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return train(lambda _: [Replicate(), Shard(0)], mesh=mesh)
+    assert_same(train(lambda _: [Replicate(), Shard(0)], mesh=mesh), unsharded())
 
 
-def two_meshes() -> Result:
+def replicas_and_rows() -> None:
+    """A replicated parameter has the digest of the unsharded parameter on every rank."""
+    found, whole = train(mixed_rows), unsharded()
+    assert_same(found, whole)
+    local, digests = found["local"]["digests"], whole["local"]["digests"]
+    assert local[::2] == digests[::2]
+
+
+def rows_columns_and_replicas() -> None:
+    """The norms agree to 2**-50, because shards cut the sum of squares differently."""
+    expected = number(unsharded(), "grad_norm")
+    assert abs(number(train(mixed), "grad_norm") - expected) <= 2**-50 * expected
+
+
+def ways_to_hold_weights_differ() -> None:
+    """At least three of the four ways give different weights, so other cases are not empty."""
+    params = [tuple(unsharded(held)["params"]) for held in MASTERS]
+    assert len(set(params[1:])) >= 3
+    assert params[0] not in params[1:]
+
+
+def two_meshes() -> None:
     """Steps parameters of a one-dimensional and a two-dimensional mesh with a single norm."""
     values, gradients = make(torch.float32)
     line = init_device_mesh("cpu", (2,))
@@ -175,24 +235,23 @@ def two_meshes() -> Result:
         for i, p in enumerate(params):
             p.grad = placed(step[i], i)
         optimizer.step()
-    return describe(optimizer)
+    assert_same(describe(optimizer), unsharded())
 
 
 # ---- parameters that other ranks do not have -----------------------------------------------------
 
 
-def gathered(optimizer: Any, mine: Sequence[int]) -> Result:
-    """Gathers the results of all ranks, each of which holds some of the parameters."""
+def assert_together(optimizer: Any, mine: Sequence[int]) -> None:
+    """Compares the results of all ranks, each of which holds some of the parameters."""
     found = describe(optimizer)
-    owned: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(owned, [dict(zip(mine, found[k], strict=True)) for k in HELD])
-    for number, kind in enumerate(HELD):
-        by_index = {i: held for rank in owned for i, held in rank[number].items()}
+    for kind in HELD:
+        owned = gathered(dict(zip(mine, found[kind], strict=True)))
+        by_index = {i: held for rank in owned for i, held in rank.items()}
         found[kind] = [by_index[i] for i in range(len(SHAPES))]
-    return found
+    assert_same(found, unsharded())
 
 
-def process_group() -> Result:
+def process_group() -> None:
     """Steps different parameters on each rank, as under ZeRO. The group sums the squares."""
     values, gradients = make(torch.float32)
     mine = range(dist.get_rank(), len(values), dist.get_world_size())
@@ -202,10 +261,10 @@ def process_group() -> Result:
         for i, p in zip(mine, params, strict=True):
             p.grad = step[i]
         optimizer.step()
-    return gathered(optimizer, mine)
+    assert_together(optimizer, mine)
 
 
-def pipeline_stages(*, one_rank_mesh: bool = False) -> Result:
+def pipeline_stages(*, one_rank_mesh: bool = False) -> None:
     """Two stages of two ranks each: some parameters are sharded over a stage, some replicated.
 
     build_optimizers takes the stages' group from torchtitan's parallel dimensions.
@@ -237,19 +296,20 @@ def pipeline_stages(*, one_rank_mesh: bool = False) -> Result:
         for i, p in zip(mine, part, strict=True):
             p.grad = placed(step[i], i)
         container.step()
-    return gathered(container, mine)
+    assert_together(container, mine)
 
 
-def rank_without_gradients() -> Result:
+def rank_without_gradients() -> None:
+    """A rank without gradients gets the norm of the rank that has gradients."""
     p = nn.Parameter(torch.ones(3, 4))
     optimizer = FusedAdamW([p], max_grad_norm=MAX_NORM, process_group=dist.group.WORLD)
     if dist.get_rank() == 0:
         p.grad = torch.ones(3, 4)
     optimizer.step()
-    return {"grad_norm": float(optimizer.control.grad_norm).hex()}
+    assert float(optimizer.control.grad_norm) == 12**0.5
 
 
-def unfrozen_late() -> Result:
+def unfrozen_late() -> None:
     """Unfreezes a parameter of another mesh, of which only rank 0 has a gradient; freezes it again.
 
     The norm is the root of 8 elements of 1, and of 4 in rank 0's rows of the late parameter.
@@ -270,15 +330,17 @@ def unfrozen_late() -> Result:
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
         norms.append(float(optimizer.control.grad_norm))
-    return {"squares": [norm**2 for norm in norms], "late has state": late in optimizer.state}
+    assert [norm**2 for norm in norms] == pytest.approx([8, 12, 12, 8], rel=1e-12)
+    assert (late in optimizer.state) == (dist.get_rank() == 0)
 
 
 # ---- one rank overflows --------------------------------------------------------------------------
 
 
 def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int, float], None],
-           unscale: bool = False, scaler_class: Any = GradScaler) -> Result:  # fmt: skip
-    """Takes eight steps with a scaler. In 2 and 5 one rank's shard has a non-finite element."""
+           unscale: bool = False, scaler_class: Any = GradScaler) -> None:  # fmt: skip
+    """Takes eight steps with a scaler. In 2 and 5 one rank's shard has a non-finite element: both
+    ranks skip and back off."""
     scaler = scaler_class("cpu", init_scale=2.0**10, growth_interval=2)
     scaler.scale(torch.ones(1))
     scales, moved = [], []
@@ -296,11 +358,13 @@ def scaled(params: Sequence[Any], optimizer: FusedAdamW, backward: Callable[[int
         scaler.update()
         scales.append(scaler.get_scale())
         moved.append([fingerprint(p) for p in params] != before)
-    steps = [float(optimizer.state[p]["step"]) for p in params]
-    return {"scales": scales, "moved": moved, "steps": steps}
+    exponents = [10, 11, 10, 10, 11, 10, 10, 11]  # grows after every second good step in a row
+    assert scales == [2.0**e for e in exponents]
+    assert moved == [step not in (2, 5) for step in range(8)]
+    assert {float(optimizer.state[p]["step"]) for p in params} == {6.0}
 
 
-def overflow_in_process_group() -> Result:
+def overflow_in_process_group() -> None:
     """Steps different parameters on each rank, as under ZeRO."""
     params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
     optimizer = FusedAdamW(params, lr=0.01, process_group=dist.group.WORLD)
@@ -309,10 +373,10 @@ def overflow_in_process_group() -> Result:
         for p in params:
             p.grad = torch.full_like(p, scale * (step + 1) * (1 + dist.get_rank()))
 
-    return scaled(params, optimizer, backward)
+    scaled(params, optimizer, backward)
 
 
-def overflow_in_shards(unscale: bool = False, scaler_class: Any = GradScaler) -> Result:
+def overflow_in_shards(unscale: bool = False, scaler_class: Any = GradScaler) -> None:
     values, gradients = make(torch.float32)
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
@@ -322,7 +386,7 @@ def overflow_in_shards(unscale: bool = False, scaler_class: Any = GradScaler) ->
         for p, gradient in zip(params, gradients[step % STEPS], strict=True):
             p.grad = distribute_tensor(gradient * scale, mesh, [Shard(0)])
 
-    return scaled(params, optimizer, backward, unscale, scaler_class)
+    scaled(params, optimizer, backward, unscale, scaler_class)
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -338,7 +402,7 @@ def sharded_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model
 
 
-def overflow_under_fsdp(scaler_class: Any = GradScaler) -> Result:
+def overflow_under_fsdp(scaler_class: Any = GradScaler) -> None:
     model = sharded_model()
     optimizer = FusedAdamW(model.parameters(), lr=0.01)
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
@@ -347,21 +411,18 @@ def overflow_under_fsdp(scaler_class: Any = GradScaler) -> Result:
         optimizer.zero_grad()
         (model(data + step).square().mean() * scale).backward()
 
-    return scaled(list(model.parameters()), optimizer, backward, scaler_class=scaler_class)
+    scaled(list(model.parameters()), optimizer, backward, scaler_class=scaler_class)
 
 
-def stock_scaler_with_plain_shards() -> Result:
+def stock_scaler_with_plain_shards() -> None:
     """Steps with the overflow flag of torch's scaler, which covers this rank only."""
     p = nn.Parameter(torch.ones(4))
     optimizer = FusedAdamW([p], process_group=dist.group.WORLD)
     p.grad = torch.ones(4)
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
-    message = ""
-    try:
+    with pytest.raises(RuntimeError, match=r"use torchopt_ext\.GradScaler"):
         optimizer.step()
-    except RuntimeError as error:
-        message = str(error)
-    return {"message": message, "params": fingerprint(p)}
+    assert p.eq(1).all()
 
 
 # ---- FSDP2 in 16 bit -----------------------------------------------------------------------------
@@ -401,8 +462,16 @@ def eighths(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randint(-64, 64, shape, generator=generator) / 8
 
 
+@functools.cache
+def summed_gradients() -> Result:
+    return partial_gradients(None)
+
+
 def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
-    """Steps with gradients that are sums over ranks. A rank's part alone is another gradient."""
+    """Steps with gradients that are sums over ranks. A rank's part alone is another gradient.
+
+    Any number of replicas' gradients takes one collective, and one more to agree on overflow.
+    """
     generator = torch.Generator().manual_seed(3)
     values = [eighths(shape, generator) for shape in SHAPES * numbers]
     parts = [[eighths(v.shape, generator) for v in values] for _ in range(2)]
@@ -424,25 +493,30 @@ def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
                 p.grad = DTensor.from_local(mine, mesh, [Partial()], run_check=False)
         with Collectives() as collectives:
             optimizer.step()
-    return {**describe(optimizer), "collectives": dict(collectives.counts)}
+    if place is not None:
+        assert place is mixed_rows or sum(collectives.counts.values()) == 2
+        if numbers == 1:
+            assert_same(describe(optimizer), summed_gradients())
+    return describe(optimizer)
 
 
-def written_back(gradient: list[Placement]) -> Result:
-    """Writes back a sharded gradient, or a gradient that must be redistributed first."""
+def written_back(gradient: list[Placement]) -> None:
+    """Writes back a sharded gradient. One that must be redistributed first is rejected."""
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
     optimizer = FusedAdamW([p], lr=0.01, max_grad_norm=1.0, write_back_gradients=True)
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, gradient)
-    message = ""
-    try:
+    if gradient == [Replicate()]:
+        with pytest.raises(RuntimeError, match="is redistributed .* and cannot be written back"):
+            optimizer.step()
+        assert not whole(p).any()
+    else:
         optimizer.step()
-    except RuntimeError as error:
-        message = str(error)
-    norm = float(whole(p.grad).norm())
-    return {"message": message, "norm": norm, "moved": bool(whole(p).any())}
+        assert float(whole(p.grad).norm()) == pytest.approx(1.0, rel=1e-5)
+        assert whole(p).any()
 
 
-def resharded_gradients() -> Result:
+def resharded_gradients() -> None:
     """Steps parameters sharded by rows. Gradients are sharded by columns or replicated."""
     values, gradients = make(torch.float32)
     mesh = init_device_mesh("cpu", (2,))
@@ -453,7 +527,7 @@ def resharded_gradients() -> Result:
             where = last_dimension(i) if i % 2 else [Replicate()]
             p.grad = distribute_tensor(gradient, mesh, where)
         optimizer.step()
-    return describe(optimizer)
+    assert_same(describe(optimizer), unsharded())
 
 
 class Block(nn.Module):
@@ -465,7 +539,18 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def sequence_parallel(parallel: bool) -> Result:
+def sequence_parallel() -> None:
+    """A block under tensor parallelism trains like one process, up to rounding."""
+    parallel, single = block_run(True), block_run(False)
+    assert any("Partial" in kind for kind in parallel["kinds"])
+    assert any("Shard(dim=1)" in kind for kind in parallel["kinds"])
+    assert 0 < single["clip_factor"] < 1
+    assert parallel["grad_norm"] == pytest.approx(single["grad_norm"], rel=1e-5)
+    for mine, theirs in zip(parallel["values"], single["values"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def block_run(parallel: bool) -> Result:
     """Trains a transformer block. Its norm's weight is Replicate and has Partial gradients."""
     torch.manual_seed(0)
     model = Block()
@@ -497,8 +582,8 @@ def sequence_parallel(parallel: bool) -> Result:
     }
 
 
-def unfinished_gradients(wrapped: bool) -> Result:
-    """Rank 0 steps while the all-reduce of its gradient still waits for rank 1."""
+def unfinished_gradients(wrapped: bool) -> None:
+    """Rank 0 steps while the all-reduce of its gradient still waits for rank 1, and waits, too."""
     value = torch.ones(3, 4)
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(value, mesh, [Replicate()]) if wrapped else value)
@@ -507,41 +592,58 @@ def unfinished_gradients(wrapped: bool) -> Result:
     if dist.get_rank() == 1:
         time.sleep(0.3)
     gradient = funcol.all_reduce(mine, "sum", dist.group.WORLD)
-    kind = type(gradient).__name__
+    assert type(gradient).__name__ == "AsyncCollectiveTensor"
     if wrapped:
         gradient = DTensor.from_local(gradient, mesh, [Replicate()], run_check=False)
     p.grad = gradient
     optimizer.step()
-    grad_norm = float(optimizer.control.grad_norm)
-    return {"kind": kind, "grad_norm": grad_norm, "moved_up": float(whole(p)[0, 0]) > 1}
+    assert float(optimizer.control.grad_norm) == pytest.approx(2 * 12**0.5)  # 12 times 1 - 3
+    assert whole(p)[0, 0] > 1
 
 
 MASTERS: dict[str, dict[str, Any]] = {
-    "master": {"master_weights": "fp32"},
-    "remainder": {"master_weights": "remainder"},
-    "stochastic": {"stochastic_rounding": True, "rounding_seed": 11},
+    "": {},
+    "master": {"dtype": BF16, "master_weights": "fp32"},
+    "remainder": {"dtype": BF16, "master_weights": "remainder"},
+    "stochastic": {"dtype": BF16, "stochastic_rounding": True, "rounding_seed": 11},
     "stochastic moments": {
-        "master_weights": "remainder", "state_dtype": BF16, "stochastic_rounding": True,
-        "amsgrad": True,
+        "dtype": BF16, "master_weights": "remainder", "state_dtype": BF16,
+        "stochastic_rounding": True, "amsgrad": True,
     },
 }  # fmt: skip
 
 
-def cases() -> dict[str, Callable[[], Result]]:
+def rows_of(held: str) -> None:
+    assert_same(train(rows, **MASTERS[held]), unsharded(held), adds_up=True)
+    assert_same(train(rows, resume=True, **MASTERS[held]), unsharded(held))
+
+
+def random_rounding(held: str) -> None:
+    """Random bits belong to an element of the parameter, also in a split by columns."""
+    for place in (rows, last_dimension):
+        found = train(place, clip=False, **MASTERS[held])
+        assert_same(found, unsharded(held, False), HELD, adds_up=place is last_dimension)
+
+
+def under_fsdp(held: str) -> None:
+    kwargs = {name: value for name, value in MASTERS[held].items() if name != "dtype"}
+    assert_same(model_run(True, **kwargs), model_run(False, **kwargs), adds_up=True)
+
+
+def cases() -> dict[str, Callable[[], Any]]:
     if dist.get_world_size() == 4:
         return {
-            "unsharded": lambda: train(None),
             "pipeline stages": pipeline_stages,
             "pipeline stages, one-rank mesh": lambda: pipeline_stages(one_rank_mesh=True),
         }
-    found: dict[str, Callable[[], Result]] = {
-        "unsharded": lambda: train(None),
+    found: dict[str, Callable[[], Any]] = {
         "process group": process_group,
         "rank without gradients": rank_without_gradients,
         "unfrozen late": unfrozen_late,
-        "rows": lambda: train(rows),
-        "mixed rows": lambda: train(mixed_rows),
-        "mixed": lambda: train(mixed),
+        "rows": lambda: rows_of(""),
+        "mixed rows": replicas_and_rows,
+        "mixed": rows_columns_and_replicas,
+        "ways to hold weights": ways_to_hold_weights_differ,
         "hybrid 2x1": lambda: hybrid((2, 1)),
         "hybrid 1x2": lambda: hybrid((1, 2)),
         "two meshes": two_meshes,
@@ -553,29 +655,19 @@ def cases() -> dict[str, Callable[[], Result]]:
         "overflow fsdp": overflow_under_fsdp,
         "overflow fsdp, stock scaler": lambda: overflow_under_fsdp(torch.amp.GradScaler),
         "stock scaler, plain shards": stock_scaler_with_plain_shards,
-        "summed gradients": lambda: partial_gradients(None),
-        "partial, replicated": lambda: partial_gradients(lambda _: [Replicate()]),
+        "partial, replicated": lambda: partial_gradients(replicated),
         "partial, mixed rows": lambda: partial_gradients(mixed_rows),
-        "partial, many": lambda: partial_gradients(lambda _: [Replicate()], numbers=5),
+        "partial, many": lambda: partial_gradients(replicated, numbers=5),
         "resharded gradients": resharded_gradients,
         "written back": lambda: written_back([Shard(0)]),
         "written back, resharded": lambda: written_back([Replicate()]),
-        "one process": lambda: sequence_parallel(False),
-        "sequence parallel": lambda: sequence_parallel(True),
+        "sequence parallel": sequence_parallel,
         "unfinished": lambda: unfinished_gradients(False),
         "unfinished in a DTensor": lambda: unfinished_gradients(True),
     }
-    for name, kwargs in MASTERS.items():
-        for clip in (True, False):
-            how = f"{name}{'' if clip else ', unclipped'}"
-            found[f"unsharded {how}"] = lambda k=kwargs, c=clip: train(None, BF16, clip=c, **k)
-            found[f"rows {how}"] = lambda k=kwargs, c=clip: train(rows, BF16, clip=c, **k)
-        found[f"columns {name}, unclipped"] = lambda k=kwargs: train(
-            last_dimension, BF16, clip=False, **k
-        )
-        found[f"rows {name}, resumed"] = lambda k=kwargs: train(rows, BF16, resume=True, **k)
-        found[f"model {name}"] = lambda k=kwargs: model_run(False, **k)
-        found[f"fsdp {name}"] = lambda k=kwargs: model_run(True, **k)
+    for held in list(MASTERS)[1:]:
+        for call in (rows_of, random_rounding, under_fsdp):
+            found[f"{call.__name__} {held}"] = partial(call, held)
     return found
 
 
