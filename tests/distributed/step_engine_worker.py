@@ -507,7 +507,7 @@ def written_back(gradient: list[Placement]) -> None:
     optimizer = FusedAdamW([p], lr=0.01, max_grad_norm=1.0, write_back_gradients=True)
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, gradient)
     if gradient == [Replicate()]:
-        with pytest.raises(RuntimeError, match="is redistributed .* and cannot be written back"):
+        with pytest.raises(RuntimeError, match=r"is redistributed .* and cannot be written back"):
             optimizer.step()
         assert not whole(p).any()
     else:
