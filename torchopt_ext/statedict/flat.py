@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import SCALES
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.storage import Storage, is_steppable
 from torchopt_ext.statedict import entries
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
@@ -65,6 +66,9 @@ def prepare_load(
 ) -> Callable[[], None]:
     """Checks a flat state dict, and returns the function that loads it
     (:meth:`OptimizersContainer.load_state_dict`)."""
+    optimizers = [optimizer for _, own in parts for optimizer in own]
+    for optimizer in optimizers:  # also state of parameters that were frozen after some steps
+        init_state(optimizer, lambda p: is_steppable(p) and f"state.{names[p]}.step" in state_dict)
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
@@ -83,7 +87,6 @@ def prepare_load(
     control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
-    optimizers = [optimizer for _, own in parts for optimizer in own]
     return partial(_load, optimizers, slots, options, control)
 
 
@@ -179,18 +182,21 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
             state[name] = entries.converted(name, value, slot.param, Storage())
 
 
-def init_state(optimizer: Optimizer) -> None:
+@torch.no_grad()
+def init_state(
+    optimizer: Optimizer, wanted: Callable[[Tensor], bool] = attrgetter("requires_grad")
+) -> None:
     """Creates the state that the first step would create, with step 0, where it is missing.
 
     Unlike torch's way, a step with lr = 0, this advances no step count and touches no gradient. It
-    knows torch's Adam and AdamW and optimizers with a method `init_state`; others stay unchanged.
+    knows FusedAdam, FusedAdamW and torch's Adam and AdamW; others stay unchanged.
     """
-    if own := getattr(optimizer, "init_state", None):
-        own()
+    if own := getattr(optimizer, "_init_states", None):
+        own(wanted)
     elif type(optimizer) in (Adam, AdamW):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.requires_grad and not optimizer.state.get(param):
+                if wanted(param) and not optimizer.state.get(param):
                     optimizer.state[param] = _adam_state(param, group)
 
 

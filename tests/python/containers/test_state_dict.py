@@ -272,7 +272,10 @@ def test_the_same_name_in_two_parts_is_rejected(choice, model, assert_same):
     container.step()  # training such a pair works
 
 
-def test_a_parameter_frozen_after_stepping_loads_its_state(choice, parts, train, assert_same):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_parameter_frozen_after_stepping_loads_its_state(
+    choice, parts, train, assert_same, resumed
+):
     copies = copy.deepcopy(parts)
     container, never_frozen = choice.container(parts), choice.container(copies)
     train(container, parts, [0, 1])
@@ -282,6 +285,10 @@ def test_a_parameter_frozen_after_stepping_loads_its_state(choice, parts, train,
     saved = copy.deepcopy(container.state_dict())
     assert saved["state.layers.0.0.weight.step"] == 2
     train(container, parts, [2])  # the others continue
+    if resumed:
+        frozen.requires_grad_(True)
+        container = choice.container(parts)
+        frozen.requires_grad_(False)
     container.load_state_dict(saved)
     assert_same(container.state_dict(), saved)
     frozen.requires_grad_(True)
@@ -293,7 +300,7 @@ def test_a_parameter_frozen_after_stepping_loads_its_state(choice, parts, train,
     assert_same(parts, copies)
 
 
-def test_state_of_a_frozen_parameter_is_not_demanded(choice, parts, train):
+def test_state_of_a_frozen_parameter_is_not_demanded_but_complete(choice, parts, train):
     container = choice.container(parts)
     parts[0].layers["0"].requires_grad_(False)
     train(container, parts, [0])
@@ -303,6 +310,9 @@ def test_state_of_a_frozen_parameter_is_not_demanded(choice, parts, train):
         if not key.startswith("state.layers.0.")
     }
     container.load_state_dict(saved)
+    saved["state.layers.0.0.weight.step"] = torch.tensor(3.0)
+    with pytest.raises(KeyError, match=r"layers\.0\.0\.weight\.exp_avg' is missing"):
+        container.load_state_dict(saved)
 
 
 # Loading
