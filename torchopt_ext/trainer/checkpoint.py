@@ -28,6 +28,7 @@ from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
 
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, LR_SCHEDULER = "model", "optimizer", "lr_scheduler"
 DATALOADER, RNG, TORCHFT = "dataloader", "rng", "torchft"
-MODES = ("disabled", "async", "async_with_pinned_mem")
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class CheckpointManager:
@@ -475,9 +474,6 @@ class CheckpointManager:
 
     def _check_config(self) -> None:
         config = self._config
-        for name, values in ("async_mode", MODES), ("export_dtype", tuple(DTYPES)):
-            if (found := getattr(config, name)) not in values:
-                raise ValueError(f"checkpoint.{name} is {found!r}, expected one of {values}")
         parameters = [p for part in self._model_parts for p in part.parameters()]
         if config.async_mode == "async_with_pinned_mem" and not any(p.is_cuda for p in parameters):
             raise ValueError(

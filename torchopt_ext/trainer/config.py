@@ -371,7 +371,7 @@ class MemoryEstimation:
 class FaultTolerance:
     enable: bool = False
     """Train with torchft in replica groups that may fail and come back."""
-    process_group: str = "gloo"
+    process_group: Literal["gloo", "nccl"] = "gloo"
     """torchft's backend between replica groups."""
     process_group_timeout_ms: int = 10000
     """Timeout of collectives between replica groups."""

@@ -87,8 +87,8 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
 
     Raises:
         MissingExtra: Fault tolerance is enabled, but torchft is not installed.
-        ValueError: The group size or replica id is out of range, the process group is unknown, or
-            torchrun did not start the job.
+        ConfigError: The group size or replica id is out of range, or torchrun did not start the
+            job.
     """
     config = job_config.fault_tolerance
     if not config.enable:
@@ -97,10 +97,6 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
         raise ConfigError(
             f"fault_tolerance.replica_id is {config.replica_id} of group_size "
             f"{config.group_size}, expected 0 <= replica_id < group_size"
-        )
-    if config.process_group not in ("gloo", "nccl"):
-        raise ConfigError(
-            f"fault_tolerance.process_group is {config.process_group!r}, expected 'gloo' or 'nccl'"
         )
     if os.environ.get("MASTER_PORT", "0") == "0":
         raise ConfigError("fault_tolerance.enable needs torchrun, whose store torchft uses")

@@ -75,13 +75,13 @@ def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
 # ---- names and types -----------------------------------------------------------------------------
 
 
-def _settings(cls: Any) -> dict[str, Any]:
+def settings_of(cls: Any) -> dict[str, Any]:
     """Returns every setting of a configuration class, as "section.field", with its type."""
     settings: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        inner = _settings(kind) if dataclasses.is_dataclass(kind) else {"": kind}
+        inner = settings_of(kind) if dataclasses.is_dataclass(kind) else {"": kind}
         settings |= {f"{field.name}.{key}".rstrip("."): value for key, value in inner.items()}
     return settings
 
@@ -103,8 +103,8 @@ def _name_of(given: str, settings: Mapping[str, Any]) -> str:
     raise ConfigError(f"there is no setting {given}: {hint}")
 
 
-def _check(kind: Any, value: Any) -> Any:
-    """Checks a value from a file against a field's type, and converts it.
+def checked(kind: Any, value: Any) -> Any:
+    """Returns a value as a field's type has it, such as a list of a text with commas.
 
     Raises:
         TypeError: The value is of another type.
@@ -113,14 +113,14 @@ def _check(kind: Any, value: Any) -> Any:
     if origin in (Union, types.UnionType):
         for one in inner:
             with contextlib.suppress(TypeError):
-                return _check(one, value)
+                return checked(one, value)
         raise TypeError
     if origin is list:
         if isinstance(value, str):
             value = [item.strip() for item in value.split(",") if item.strip()]
         if not isinstance(value, list):
             raise TypeError
-        return [_check(inner[0], item) for item in value]
+        return [checked(inner[0], item) for item in value]
     if kind is float and type(value) is int:
         return float(value)
     if origin is Literal:
@@ -132,7 +132,7 @@ def _check(kind: Any, value: Any) -> Any:
     return value
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     """Describes the values that a type allows, for messages."""
     named = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if kind in named:
@@ -141,9 +141,9 @@ def _describe(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is list:
-        return f"a list, each item {_describe(inner[0])}"
+        return f"a list, each item {describe(inner[0])}"
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(one) for one in inner if one is not types.NoneType)
+        return " or ".join(describe(one) for one in inner if one is not types.NoneType)
     return str(kind)
 
 
@@ -174,7 +174,7 @@ def _leaves(
 
 def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) -> JobConfig:
     """Builds the configuration from a file alone."""
-    config, settings, seen = cls(), _settings(cls), dict[str, str]()
+    config, settings, seen = cls(), settings_of(cls), dict[str, str]()
     sections = {name[: match.start()] for name in settings for match in re.finditer(r"\.", name)}
     for given, value in _leaves(settings, file):
         if given in sections:
@@ -183,11 +183,11 @@ def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) 
             raise ConfigError(f"{given} is {value!r} in {path}, expected a table [{given}]")
         try:
             name = _name_of(given, settings)
-            value = _check(settings[name], value)
+            value = checked(settings[name], value)
         except ConfigError as error:
             raise ConfigError(f"in {path}, {error}") from error
         except TypeError:
-            expected = _describe(settings[name])
+            expected = describe(settings[name])
             raise ConfigError(f"{given} is {value!r} in {path}, expected {expected}") from None
         if name in seen:
             raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
@@ -268,7 +268,7 @@ def _fits(kind: Any, values: list[str]) -> bool:
     if kind is types.NoneType:
         return text == "None"
     try:
-        _check(kind, kind(text) if kind in (int, float) else text)
+        checked(kind, kind(text) if kind in (int, float) else text)
     except (TypeError, ValueError):
         return False
     return True
@@ -278,7 +278,7 @@ def _from_options(
     cls: type[JobConfig], options: Iterable[tuple[str, list[str]]], default: JobConfig, prog: str
 ) -> JobConfig:
     """Returns `default` with the command line's changes."""
-    settings, args = _settings(cls), []
+    settings, args = settings_of(cls), []
     for given, values in options:
         if given == "help":
             args.append("--help")
@@ -297,7 +297,7 @@ def _from_options(
             raise ConfigError(f"{name} is not a switch: write --{name} value")
         found = " ".join(map(repr, values)) or "without a value"
         if not values or not _fits(kind, values):
-            raise ConfigError(f"{given} is {found}, expected {_describe(kind)}")
+            raise ConfigError(f"{given} is {found}, expected {describe(kind)}")
         args += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     tyro = import_extra("tyro", "reading a job's configuration")
     registry, errors = tyro.constructors.ConstructorRegistry(), io.StringIO()
@@ -324,7 +324,7 @@ def _list_rule(info: Any) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="A,B,C,...",
-        instance_from_str=lambda args: _check(info.type, args[0]),
+        instance_from_str=lambda args: checked(info.type, args[0]),
         is_instance=lambda value: isinstance(value, list),
         str_from_instance=lambda value: [",".join(value)],
     )

@@ -131,11 +131,9 @@ class MetricsProcessor:
         finally:
             self.time_last_log += time.perf_counter() - started
 
-    def log_validation(
-        self, loss: float, step: int, extra_metrics: dict[str, float] | None = None
-    ) -> None:
+    def log_validation(self, loss: float, step: int) -> None:
         """Writes a validation loss. The counters of training do not change."""
-        self._write(step, {"validation_metrics/loss": loss, **(extra_metrics or {})})
+        self._write(step, {"validation_metrics/loss": loss})
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         for writer in self._writers:
@@ -189,8 +187,3 @@ def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[M
         name = "metrics.jsonl" if reports else f"metrics_{rank}.jsonl"
         writers.append(JsonLines(folder / name))
     return writers
-
-
-def build_metrics_processor(job_config: JobConfig, parallel_dims: ParallelDims) -> MetricsProcessor:
-    """Builds this rank's MetricsProcessor. The process group must be initialized."""
-    return MetricsProcessor(job_config, parallel_dims)

@@ -56,7 +56,3 @@ class ModelConvertersContainer:
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         for converter in self.converters:
             converter.post_optimizer_hook(model)
-
-
-def build_model_converters(job_config: JobConfig, parallel_dims: Any) -> ModelConvertersContainer:
-    return ModelConvertersContainer(job_config, parallel_dims)

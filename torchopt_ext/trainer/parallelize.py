@@ -142,13 +142,9 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
             outputs of `_torch.ops_worth_saving`, but only of every second matrix product.
 
     Raises:
-        ValueError: The mode or the option is unknown.
+        ConfigError: The option is unknown.
     """
     option = config.selective_ac_option
-    if config.mode not in ("none", "full", "selective"):
-        raise ConfigError(
-            f"activation_checkpoint.mode is {config.mode!r}, expected 'none', 'full' or 'selective'"
-        )
     if config.mode == "none":
         return
     options: dict[str, Any] = {
@@ -212,11 +208,6 @@ def shard(
     apply = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     policy = job_config.parallelism.fsdp_reshard_after_forward
-    if policy not in ("default", "always", "never"):
-        raise ConfigError(
-            f"parallelism.fsdp_reshard_after_forward is {policy!r}, expected 'default', 'always' "
-            "or 'never'"
-        )
     blocks = list(layers_of(model).values())
     for block in blocks:
         reshard = policy == "always"

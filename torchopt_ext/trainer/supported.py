@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.load_config import checked, describe, settings_of
 
 _NO_EXPERTS = "there is no expert parallelism"
 _NO_SEMI_SYNC = "replica groups synchronize in every step"
@@ -105,6 +106,12 @@ def check_supported(job_config: JobConfig) -> None:
         for name, least in _AT_LEAST.items()
         if _get(job_config, name) < least
     ]
+    for name, kind in settings_of(type(job_config)).items():
+        if "Literal" in str(kind):
+            try:
+                checked(kind, value := _get(job_config, name))
+            except TypeError:
+                wrong.append(f"{name} is {value!r}, expected {describe(kind)}")
     if not job_config.training.max_norm > 0:
         wrong.append(
             f"training.max_norm is {job_config.training.max_norm}, expected a positive number, or "

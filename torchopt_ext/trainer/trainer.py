@@ -14,11 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchopt_ext.containers import (
-    LRSchedulersContainer,
-    OptimizersContainer,
     OptimizersInBackwardContainer,
 )
 from torchopt_ext.trainer import distributed, ft
@@ -28,8 +25,8 @@ from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.initial_weights import init_parts, tied_names
-from torchopt_ext.trainer.metrics import MetricsProcessor, build_metrics_processor
-from torchopt_ext.trainer.model_converter import build_model_converters
+from torchopt_ext.trainer.metrics import MetricsProcessor
+from torchopt_ext.trainer.model_converter import ModelConvertersContainer
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import (
     build_for_stage,
@@ -67,25 +64,6 @@ class Trainer(Stateful):
         ConfigError: A setting is wrong or has no effect. The message names the setting. The process
             group is then destroyed, unless it is NCCL's with several ranks.
     """
-
-    job_config: JobConfig
-    gc_handler: GarbageCollection
-    parallel_dims: ParallelDims
-    train_spec: TrainSpec
-    world_mesh: DeviceMesh
-    dataloader: Any
-    metrics_processor: MetricsProcessor
-    checkpointer: CheckpointManager
-    train_context: Any
-    model_parts: list[nn.Module]
-    loss_fn: Any
-    optimizers: OptimizersContainer[Any]
-    lr_schedulers: LRSchedulersContainer
-    pp_schedule: Any
-    pp_has_first_stage: bool
-    pp_has_last_stage: bool
-    device: torch.device
-    step: int
 
     @record
     def __init__(self, job_config: JobConfig) -> None:
@@ -137,16 +115,17 @@ class Trainer(Stateful):
         )
         build_tokenizer = spec.build_tokenizer_fn
         self.tokenizer = build_tokenizer(job_config) if build_tokenizer else None
-        self.dataloader = spec.build_dataloader_fn(
+        build_dataloader = partial(
+            spec.build_dataloader_fn,
             dp_world_size=dp_degree,
             dp_rank=dp_rank,
             tokenizer=self.tokenizer,
-            job_config=job_config,
         )
+        self.dataloader = build_dataloader(job_config=job_config)
         self._build_model()
         self._build_optimizers()
-
-        self.validator = self._build_validator(dp_degree, dp_rank)
+        validates = job_config.validation.enable
+        self.validator = Validator(self, build_dataloader) if validates else None
 
         # Everything that checkpoints hold must exist before a checkpoint is loaded.
         self.step = 0
@@ -195,11 +174,11 @@ class Trainer(Stateful):
                 model = spec.cls.from_model_args(model_args)  # type: ignore[attr-defined]
         finally:
             torch.set_default_dtype(default)
-        self.model_converters = build_model_converters(job_config, dims)
+        self.model_converters = ModelConvertersContainer(job_config, dims)
         self.model_converters.convert(model)
         ties = tied_names(model)
 
-        build_metrics = spec.build_metrics_processor_fn or build_metrics_processor
+        build_metrics = spec.build_metrics_processor_fn or MetricsProcessor
         self.metrics_processor = metrics = build_metrics(job_config, dims)
         count, metrics.num_flops_per_token = model_args.get_nparams_and_flops(
             model, job_config.training.seq_len
@@ -249,20 +228,6 @@ class Trainer(Stateful):
         self.maybe_enable_amp = distributed.maybe_enable_amp(
             dims, job_config.training.mixed_precision_param, self.device.type
         )
-
-    def _build_validator(self, dp_degree: int, dp_rank: int) -> Validator | None:
-        if not self.job_config.validation.enable:
-            return None
-
-        def build(job_config: JobConfig) -> Any:
-            return self.train_spec.build_dataloader_fn(
-                dp_world_size=dp_degree,
-                dp_rank=dp_rank,
-                tokenizer=self.tokenizer,
-                job_config=job_config,
-            )
-
-        return Validator(self, build)
 
     # ---- one step -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import ConfigError
 
 if TYPE_CHECKING:
     from torchopt_ext.trainer.trainer import Trainer
@@ -39,14 +39,14 @@ class Validator:
 
     Args:
         trainer: the Trainer whose model, loss and contexts are used.
-        build_dataloader: builds this rank's loader from a configuration in which `validation`
-            replaces the data set, batch size and sequence length of `training`.
+        build_dataloader: builds this rank's loader from the keyword `job_config`, in which
+            `validation` replaces the data set, batch size and sequence length of `training`.
 
     Raises:
         ConfigError: A pipeline schedule cannot split the batches.
     """
 
-    def __init__(self, trainer: "Trainer", build_dataloader: Callable[[JobConfig], Any]) -> None:
+    def __init__(self, trainer: "Trainer", build_dataloader: Callable[..., Any]) -> None:
         config = trainer.job_config.validation
         _check_batch_size(trainer)
         training = dataclasses.replace(
@@ -77,7 +77,7 @@ class Validator:
             part.eval()
         losses = []
         limit = self._config.steps if self._config.steps > 0 else None
-        for input_dict, labels in islice(self._build(self._job_config), limit):
+        for input_dict, labels in islice(self._build(job_config=self._job_config), limit):
             inputs, labels = input_dict["input"].to(trainer.device), labels.to(trainer.device)
             with trainer.train_context(None), trainer.maybe_enable_amp:
                 losses.append(self._loss(inputs, labels))

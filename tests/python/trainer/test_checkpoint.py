@@ -613,9 +613,7 @@ def test_a_killed_process_leaves_a_loadable_checkpoint(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"async_mode": "asynch"}, "async_mode is 'asynch', expected one of"),
         ({"async_mode": "async_with_pinned_mem"}, "the model is on the host: set 'async'"),
-        ({"export_dtype": "int8"}, "export_dtype is 'int8', expected one of"),
         ({"exclude_from_loading": ["optimiser"]}, r"has \['optimiser'\], expected some of"),
     ],
 )

@@ -396,6 +396,13 @@ def test_all_unsupported_settings_of_a_file_are_named(version: str) -> None:
     assert "training.batch_size" not in str(error.value)
 
 
+def test_choices_are_checked_without_a_file() -> None:
+    config = JobConfig()
+    config.checkpoint.async_mode = "asynch"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="async_mode is 'asynch', expected one of 'disabled'"):
+        check_supported(config)
+
+
 def test_infinite_norm_and_converters_settings_are_accepted() -> None:
     check_supported(load_config(["--training.max_norm=inf", "--float8.filter_fqns=output"]))
 

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchopt_ext.trainer import metrics as metrics_module
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
-from torchopt_ext.trainer.metrics import build_metrics_processor, metrics_rank
+from torchopt_ext.trainer.metrics import MetricsProcessor, metrics_rank
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -80,7 +80,7 @@ def test_values(
     job_config: JobConfig, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_module, "get_peak_flops", lambda _: 4e12)
-    processor = build_metrics_processor(job_config, dims(2, tp=2))
+    processor = MetricsProcessor(job_config, dims(2, tp=2))
     processor.num_flops_per_token = 2e9
     assert [step for step in range(1, 13) if processor.should_log(step)] == [1, 4, 8, 12]
     for step in (4, 8):  # counters restart
@@ -116,7 +116,7 @@ def test_values(
 
 def test_what_is_not_known_is_left_out(job_config: JobConfig) -> None:
     """Unknown CPU peaks and model operations are omitted; a non-finite loss becomes null."""
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     for step, flops in ((1, 0), (4, 10)):
         processor.num_flops_per_token = flops
         processor.log(step, float("nan"), float("inf"))
@@ -149,7 +149,7 @@ def test_one_rank_reports(
     assert metrics_rank(layout, job_config) == rank
     for all_ranks, names in ((False, {"metrics.jsonl"}), (True, {"metrics_0.jsonl"})):
         job_config.metrics.save_for_all_ranks = all_ranks
-        processor = build_metrics_processor(job_config, layout)  # this is rank 0
+        processor = MetricsProcessor(job_config, layout)  # this is rank 0
         processor.log(1, 1.0, 1.0)
         processor.close()
         found = {path.name for path in Path(job_config.job.dump_folder).iterdir()}
@@ -162,7 +162,7 @@ def test_one_rank_reports(
 
 def test_a_resumed_job_appends(job_config: JobConfig) -> None:
     for steps in ((1, 4, 8), (8, 12)):
-        processor = build_metrics_processor(job_config, dims())
+        processor = MetricsProcessor(job_config, dims())
         for step in steps:
             processor.log(step, 1.0, 1.0)
         assert lines(job_config)[-1]["step"] == steps[-1]  # before the file is closed
@@ -170,14 +170,14 @@ def test_a_resumed_job_appends(job_config: JobConfig) -> None:
             torn.write('{"step": 9, "loss')
         with pytest.raises(ValueError, match="Unterminated"):
             lines(job_config)
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     assert [line["step"] for line in lines(job_config)] == [1, 4, 8, 8, 12]
 
 
 def test_a_full_disk_is_logged_once_and_training_goes_on(
     job_config: JobConfig, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     _, file = processor._writers
 
     def fail(*_: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_full_disk_is_logged_once_and_training_goes_on(
 def test_tensorboard(job_config: JobConfig) -> None:
     job_config.metrics.enable_tensorboard = True
     job_config.metrics.enable_jsonl = False
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     processor.num_flops_per_token = 1
     for step in (1, 4):
         processor.log(step, step / 2, 2.0, {"grad_norm": 0.25})
@@ -221,7 +221,7 @@ def test_weights_and_biases(job_config: JobConfig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     job_config.metrics.enable_wandb = True
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     processor.log(1, 1.5, 1.5)
     processor.close()
     assert calls == [("mine", True, 4), (1, 1.5), "finish"]
@@ -246,7 +246,7 @@ def test_missing_packages_are_named(
     monkeypatch.setitem(sys.modules, module, None)
     setattr(job_config.metrics, setting, value)
     with pytest.raises(ImportError, match=f"metrics.{setting} needs {module}.*{advice}"):
-        build_metrics_processor(job_config, dims())
+        MetricsProcessor(job_config, dims())
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_console(
     handler = logging.StreamHandler(stdout)
     monkeypatch.setattr(logging.root, "handlers", [handler])
     job_config.metrics.progress_bar, job_config.training.steps = progress_bar, 40
-    processor = build_metrics_processor(job_config, dims())
+    processor = MetricsProcessor(job_config, dims())
     for step in (20, 24):
         processor.log(step, 1.5, 2.0, {"grad_norm": 0.25, "skipped_steps": float(step == 24)})
     processor.log_validation(1.75, 24)

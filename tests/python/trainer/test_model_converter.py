@@ -7,7 +7,7 @@ from torch import nn
 
 from torchopt_ext.trainer import model_converter
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Model
-from torchopt_ext.trainer.model_converter import build_model_converters, register_model_converter
+from torchopt_ext.trainer.model_converter import ModelConvertersContainer, register_model_converter
 
 CALLS: list[tuple[str, object]] = []
 
@@ -43,7 +43,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("names", [["widen", "note"], ["note", "widen"], []])
 def test_converters_run_in_the_order_of_their_names(names: list[str]) -> None:
     model = nn.Module()
-    converters = build_model_converters(JobConfig(model=Model(converters=names)), "dims")
+    converters = ModelConvertersContainer(JobConfig(model=Model(converters=names)), "dims")
     converters.convert(model)
     converters.post_optimizer_hook([model])
     wide_before = names == ["widen", "note"]
@@ -57,7 +57,7 @@ def test_the_converted_model_is_logged_on_request(caplog: pytest.LogCaptureFixtu
     for wanted in (False, True):
         settings = Model(converters=["widen"], print_after_conversion=wanted)
         with caplog.at_level(logging.INFO):
-            build_model_converters(JobConfig(model=settings), None).convert(nn.Module())
+            ModelConvertersContainer(JobConfig(model=settings), None).convert(nn.Module())
         assert ("(wide): Linear" in caplog.text) == wanted
 
 
@@ -67,5 +67,5 @@ def test_names_are_registered_once() -> None:
     with pytest.raises(
         ConfigError, match=r"'float8'.*\(registered: 'note', 'widen'\).*custom_import"
     ):
-        build_model_converters(JobConfig(model=Model(converters=["note", "float8"])), None)
+        ModelConvertersContainer(JobConfig(model=Model(converters=["note", "float8"])), None)
     assert CALLS == []
