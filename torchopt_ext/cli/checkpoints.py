@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import stat
 from collections.abc import Set
@@ -193,7 +194,11 @@ class _Folder(Checkpoint):
             with quiet():
                 read(values, self._reader, None, str(self._path))
         except Exception as error:  # damaged files may raise any kind
-            raise CommandError(_why(self._path, error)) from error
+            from torchopt_ext.trainer.checkpoint_files import too_short  # a slow import
+
+            short = too_short(self._path, self._reader.read_metadata())
+            why = f"{self._path} is truncated: {'; '.join(short)}"
+            raise CommandError(why if short else _why(self._path, error)) from error
 
     def tensor(self, key: str) -> Tensor:
         like = self.tensors[key]
@@ -222,7 +227,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CommandError(f"there is no {path}") from None
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
-    return _Folder(path) if stat.S_ISDIR(kind) else _File(path)
+    if not stat.S_ISDIR(kind):
+        return _File(path)
+    if not (path / ".metadata").exists() and (inside := list(path.glob("*/.metadata"))):
+        newest = max(inside, key=os.path.getmtime).parent
+        raise CommandError(f"{path} is a folder of checkpoints: name one of them, such as {newest}")
+    return _Folder(path)
 
 
 def give_back_memory() -> None:

@@ -66,7 +66,9 @@ def parser() -> Parser:
     )
     made.add_argument("input", type=Path)
     made.add_argument("output", type=Path)
-    made.add_argument("--format", choices=FORMATS, help="format of OUTPUT (INPUT's)")
+    made.add_argument(
+        "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
+    )
     made.add_argument(
         "--to-torch", action="store_true",
         help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
@@ -126,7 +128,8 @@ def main(args: list[str]) -> int:
         if not exact:
             raise CommandError(f"{options.input} has no master weights for --save-weights")
         weights.find(exact, MASTER)
-    chosen = FORMATS.get(options.format, source.format)
+    like_torchs = FILE if options.output.suffix in (".pt", ".pth") else source.format
+    chosen = FORMATS.get(options.format, like_torchs)
     with written(options.output, options.force, checkpoint=True) as path:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits

@@ -208,7 +208,7 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
             shown = [
                 f"{name}={str(group['options'][name]).replace(' ', '')}"
                 for name in _SHOWN
-                if group["options"].get(name)
+                if group["options"].get(name) or (name == "lr" and name in group["options"])
             ]
             text = f"group {number}, {group['parameters']:,} parameters: {' '.join(shown)}"
             lines += ["", *textwrap.wrap(text, WIDTH)]

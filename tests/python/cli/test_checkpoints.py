@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,9 @@ def test_inspect_others(run: Run, tmp_path: Path) -> None:
     assert [group["parameters"] for group in part["groups"]] == [4]
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert "weights" in run("inspect", tmp_path / "model.pt")
+    sgd.param_groups[0]["lr"] = 0.0  # as at the end of a schedule
+    torch.save(sgd.state_dict(), tmp_path / "ended.pt")
+    assert "parameters: lr=0.0 momentum=0.9" in run("inspect", tmp_path / "ended.pt")
     listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
     container = OptimizersContainer([listed], FusedAdamW, {"lr": float("inf")})
     container.step()
@@ -153,6 +157,8 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
+    dcp.save({"a": torch.zeros(1000)}, checkpoint_id=tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "__0_0.distcp", 100)
     for name, problem in (
         ("gone", "there is no"),
         ("text", "begins with b'hell'"),
@@ -163,6 +169,8 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         ("meta", "on the meta device, expected a dense tensor"),
         ("folder", "lacks .metadata"),
         ("dcp", "is not a checkpoint's metadata"),
+        ("cut", "cut is truncated: __0_0.distcp has 100 bytes, expected "),
+        ("", f"is a folder of checkpoints: name one of them, such as {tmp_path}/cut"),
     ):
         assert problem in fails("inspect", tmp_path / name)
 
@@ -201,7 +209,7 @@ def test_convert_changes_masters_and_formats_without_loss(
     back = ["--master-weights", kind, "--format", "torch"]
     run("convert", tmp_path / "b", tmp_path / "c.pt", *back)
     assert_same(loaded(tmp_path / "c.pt"), loaded(tmp_path / "a.pt"))
-    run("convert", tmp_path / "b", tmp_path / "d.pt", "--format", "torch")
+    run("convert", tmp_path / "b", tmp_path / "d.pt")  # .pt stands for --format torch
     states = loaded(tmp_path / "d.pt")
     for param, entry in zip(model.parameters(), states["state"].values(), strict=True):
         remainder = optimizer.state[param][kind]
