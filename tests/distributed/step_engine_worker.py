@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as funcol
 from rank_cases import gathered, run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import (
     DTensor,
@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, ZeroRedundancyOptimizer
 from torchopt_ext.containers import build_optimizers
 
 Result = dict[str, Any]
@@ -425,6 +425,25 @@ def stock_scaler_with_plain_shards() -> None:
     assert p.eq(1).all()
 
 
+def first_generation_of_fsdp(original: bool) -> None:
+    """FSDP1's flat shards need a process group for the norm, and have FSDP1's norm with it."""
+    model = FullyShardedDataParallel(
+        small_model(), device_id=torch.device("cpu"), use_orig_params=original
+    )
+    model(torch.full((2, 5), dist.get_rank() + 1.0)).sum().backward()
+    with pytest.raises(ValueError, match=r"'\d' is flattened by .* pass process_group="):
+        FusedAdamW(model.parameters(), max_grad_norm=MAX_NORM).step()
+    with pytest.raises(ValueError, match=r"0 of group 0 .* pass process_group="):
+        FSDPadaptOptimizer(torch.optim.SGD(model.parameters()))
+    group = dist.group.WORLD
+    optimizer = FusedAdamW(model.parameters(), max_grad_norm=MAX_NORM, process_group=group)
+    optimizer.step()
+    assert optimizer.control.grad_norm.item() == pytest.approx(model.clip_grad_norm_(1.0).item())
+    if not original:
+        with pytest.raises(ValueError, match="flattened by .* shards it already"):
+            ZeroRedundancyOptimizer(model.parameters(), FusedAdamW)
+
+
 # ---- FSDP2 in 16 bit -----------------------------------------------------------------------------
 
 
@@ -652,6 +671,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         "overflow rows, stock scaler": lambda: overflow_in_shards(False, torch.amp.GradScaler),
         "overflow rows, sharded scaler": lambda: overflow_in_shards(False, ShardedGradScaler),
         "overflow rows, unscaled before": lambda: overflow_in_shards(True),
+        "fsdp 1": lambda: first_generation_of_fsdp(False),
+        "fsdp 1, original parameters": lambda: first_generation_of_fsdp(True),
         "overflow fsdp": overflow_under_fsdp,
         "overflow fsdp, stock scaler": lambda: overflow_under_fsdp(torch.amp.GradScaler),
         "stock scaler, plain shards": stock_scaler_with_plain_shards,

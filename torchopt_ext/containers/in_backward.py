@@ -164,7 +164,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 "compute loss and gradients first, then call step()"
             )
         self._watch_swapped()
-        if self._counts or self._backwards is None:  # other ranks may have gradients
+        unseen = any(param.grad is not None for param in self._optimizer_of)  # by hooks
+        if unseen or self._counts or self._backwards is None:  # other ranks may have gradients
             self._update(self._context)
         if not self._noted:  # for schedulers: some parameters may never get a gradient
             self._noted = True
@@ -184,9 +185,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         if self.measures_norm:
             super().zero_grad()
-            self._counts = {}
-        elif self._counts:
-            self._clear()
+        self._clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:

@@ -21,8 +21,10 @@ from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import (
+    SHARDS_ELSEWHERE,
     NormPart,
     as_placed,
+    is_flattened,
     local_gradients,
     local_tensor,
     moved,
@@ -83,6 +85,8 @@ class MasterWeights(Controlled):
                 reject_param(param, what)
                 if param.is_complex():
                     raise TypeError(f"{what} is complex: only FusedAdam and FusedAdamW step those")
+                if is_flattened(param) and self.process_group is None:
+                    raise ValueError(f"{what} {SHARDS_ELSEWHERE}")
             if torch.nn.parameter.is_lazy(param):
                 raise TypeError(f"{what} has no shape yet: run the model once before")
         if len(set(group["params"])) != len(group["params"]):

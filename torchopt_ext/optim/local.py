@@ -72,6 +72,20 @@ def placed(tensor: Any) -> str:
     return f"placed {tuple(tensor.placements)} over ranks {tensor.device_mesh.mesh.tolist()}"
 
 
+SHARDS_ELSEWHERE = (
+    "is flattened by FullyShardedDataParallel, so other ranks have other shards: pass "
+    "process_group=, the ranks that hold them, for a common norm and decision to skip (with "
+    "NO_SHARD, where ranks hold replicas: a group of this rank alone)"
+)
+
+
+def is_flattened(param: Any) -> bool:
+    """Returns whether FullyShardedDataParallel (FSDP1) of several ranks made a parameter flat."""
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    flat = getattr(param, "_fsdp_flattened", False)
+    return bool(flat and ranks and torch.distributed.get_world_size() > 1)
+
+
 def norm_key(param: Tensor) -> NormKey:
     """Returns the mesh and the mesh dimensions that split a parameter; () for a plain tensor."""
     if not is_dtensor(param):

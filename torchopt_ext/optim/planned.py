@@ -11,7 +11,7 @@ from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormPart, params_of
+from torchopt_ext.optim.local import SHARDS_ELSEWHERE, NormPart, is_flattened, params_of
 from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
@@ -27,6 +27,7 @@ class _Built(NamedTuple):
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     positions: dict[int, int]  # positions of parameters by id, if backward measures gradients
+    flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -139,6 +140,8 @@ class PlannedStep(Controlled, Optimizer):
         """
         built = self._built or self._rebuild()  # kept alive here, whatever other threads do
         device, with_norm = built.only_device, self.wants_norm(context)
+        if with_norm:
+            self._expect_all_shards(built)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
         shared = with_norm and reduced
         if device is None or shared or context.agreement is not None:
@@ -172,11 +175,17 @@ class PlannedStep(Controlled, Optimizer):
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         assert self._built is not None, "collect() comes first"
+        self._expect_all_shards(self._built)
         plan, known = self._built.plan, self._measured or self._known_of(self._built)
         self._measured = known
         plan.accumulate(part, accumulator, known.positions)
         for squares in known.squares.get(self._built.parts[part], ()):
             accumulator += squares
+
+    def _expect_all_shards(self, built: _Built) -> None:
+        """Raises ValueError if the norm would leave out other ranks' shards."""
+        if built.flattened is not None and self.process_group is None:
+            raise ValueError(f"parameter {built.flattened!r} {SHARDS_ELSEWHERE}")
 
     def discard_measured(self) -> None:
         """Discards what backward has measured, so that this step measures all gradients."""
@@ -230,5 +239,6 @@ class PlannedStep(Controlled, Optimizer):
             positions = {id(param): position for position, param in enumerate(params)}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
-        self._built = _Built(plan, parts, named, device, positions)
+        flattened = (name for name, param in named if is_flattened(param))
+        self._built = _Built(plan, parts, named, device, positions, next(flattened, None))
         return self._built

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.local import is_flattened
 from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.entries import REQUIRED
 
@@ -92,6 +93,11 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
         if hasattr(param, "placements"):
             raise ValueError(
                 f"parameter {index} is a DTensor, which is sharded already: step it with FusedAdamW"
+            )
+        if is_flattened(param):
+            raise ValueError(
+                f"parameter {index} is flattened by FullyShardedDataParallel, which shards it "
+                f"already: step it with FusedAdamW"
             )
         if param.dtype != params[0].dtype and not allow_mixed_dtypes:
             raise ValueError(

@@ -135,14 +135,20 @@ def test_a_parameter_frozen_later_is_no_longer_stepped(choice, parts):
 
 @pytest.mark.parametrize("args", [(), (None,), (1, 2)])
 @pytest.mark.parametrize("kwargs", [{}, {"set_to_none": True, "closure": None}])
-def test_step_and_zero_grad_take_and_ignore_arguments(choice, parts, args, kwargs, assert_same):
-    container = in_backward(choice, parts)
-    before = copy.deepcopy(parts)
-    next(parts[0].parameters()).grad = torch.ones(5, 5)
+def test_gradients_that_no_hook_has_seen(choice, parts, args, kwargs, assert_same):
+    """Gradients that were set, as FSDP1 does, are used by step() or dropped by zero_grad()."""
+    copies = copy.deepcopy(parts)
+    container, plain = in_backward(choice, parts), choice.container(copies)
+    for models in (parts, copies):
+        for param in parameters(models)[1:]:
+            param.grad = torch.full_like(param, 0.5)
     assert container.step(*args, **kwargs) is None
+    plain.step()
+    assert_same(parts, copies)
+    parameters(parts)[0].grad = torch.ones(5, 5)
     assert container.zero_grad(*args, **kwargs) is None
-    assert torch.equal(next(parts[0].parameters()).grad, torch.ones(5, 5))
-    assert_same(parts, before)
+    container.step()
+    assert_same(parts, copies)
 
 
 def test_hooks_fire_once_per_step_after_the_updates(choice, parts):
