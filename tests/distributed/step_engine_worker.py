@@ -440,7 +440,7 @@ def first_generation_of_fsdp(original: bool) -> None:
     optimizer.step()
     assert optimizer.control.grad_norm.item() == pytest.approx(model.clip_grad_norm_(1.0).item())
     if not original:
-        with pytest.raises(ValueError, match="flattened by .* shards it already"):
+        with pytest.raises(ValueError, match=r"flattened by .* shards it already"):
             ZeroRedundancyOptimizer(model.parameters(), FusedAdamW)
 
 

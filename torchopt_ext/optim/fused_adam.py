@@ -168,7 +168,7 @@ class FusedAdam(HookedStep, PlannedStep):
         self._init_control()
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         own = {
-            "betas": (float(betas[0]), float(betas[1])),
+            "betas": tuple(b if isinstance(b, Tensor) else float(b) for b in betas),
             "foreach": foreach,
             "fused": fused is not False,
             "differentiable": differentiable,

@@ -164,9 +164,14 @@ def test_flags(name: str) -> None:
 
 @each_class
 def test_tensor_betas(name: str) -> None:
+    """Tensor betas are read again at each step."""
     mine, theirs = make_params(), make_params()
-    ours = OURS[name](mine, betas=(torch.tensor(0.9), torch.tensor(0.99)))
-    train([ours, TORCH[name](theirs, betas=(0.9, 0.99))], [mine, theirs], 3)
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    optimizers = [OURS[name](mine, betas=betas), TORCH[name](theirs, betas=(0.9, 0.99))]
+    train(optimizers, [mine, theirs], 3)
+    betas[0].fill_(0.7)
+    optimizers[1].param_groups[0]["betas"] = (0.7, 0.99)
+    train(optimizers, [mine, theirs], 3)
     assert_close_to_torch(mine, theirs)
 
 
