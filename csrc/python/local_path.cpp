@@ -7,18 +7,14 @@ namespace {
 
 namespace py = pybind11;
 
+// Interned attribute names, which are never freed.
+PyObject* const kLocalTensor = PyUnicode_InternFromString("_local_tensor");
+PyObject* const kSpec = PyUnicode_InternFromString("_spec");
+PyObject* const kPlacements = PyUnicode_InternFromString("placements");
+PyObject* const kMesh = PyUnicode_InternFromString("mesh");
+
 // Raises if the attribute is missing.
 py::object attribute(py::handle object, PyObject* name) { return object.attr(py::handle(name)); }
-
-// Interned attribute names, which are never freed.
-PyObject* local_name() {
-  static PyObject* const kName = PyUnicode_InternFromString("_local_tensor");
-  return kName;
-}
-PyObject* spec_name() {
-  static PyObject* const kName = PyUnicode_InternFromString("_spec");
-  return kName;
-}
 
 }  // namespace
 
@@ -32,10 +28,10 @@ LocalPath local_path(py::handle param, py::handle local) {
   if (param.is(local)) {
     return path;
   }
-  path.distributed = PyObject_HasAttr(param.ptr(), spec_name()) != 0;
+  path.distributed = PyObject_HasAttr(param.ptr(), kSpec) != 0;
   py::object shard = py::reinterpret_borrow<py::object>(param);
   if (path.distributed) {
-    path.attributes[0] = local_name();
+    path.attributes[0] = kLocalTensor;
     shard = path.follow(param.ptr());
     if (shard.is(local)) {
       return path;
@@ -54,18 +50,16 @@ LocalPath local_path(py::handle param, py::handle local) {
 }
 
 py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
-  static PyObject* const kPlacements = PyUnicode_InternFromString("placements");
-  static PyObject* const kMesh = PyUnicode_InternFromString("mesh");
-  if (THPVariable_CheckExact(gradient) || PyObject_HasAttr(gradient, spec_name()) == 0) {
+  if (THPVariable_CheckExact(gradient) || PyObject_HasAttr(gradient, kSpec) == 0) {
     return py::none();
   }
-  const py::object wanted = attribute(param, spec_name());
-  const py::object found = attribute(gradient, spec_name());
+  const py::object wanted = attribute(param, kSpec);
+  const py::object found = attribute(gradient, kSpec);
   if (!wanted.is(found) && (!attribute(wanted, kMesh).is(attribute(found, kMesh)) ||
                             !attribute(wanted, kPlacements).equal(attribute(found, kPlacements)))) {
     return py::none();
   }
-  const py::object local = attribute(gradient, local_name());
+  const py::object local = attribute(gradient, kLocalTensor);
   return THPVariable_CheckExact(local.ptr()) ? local : py::none();
 }
 
