@@ -46,16 +46,11 @@ inline constexpr ControlField kControlFields[kControlSize] = {
 // Field i of the list is the struct's i-th double.
 static_assert([] {
   Control numbered{};
+  std::array<double, kControlSize> expected{};
   for (int i = 0; i < kControlSize; ++i) {
-    numbered.*kControlFields[i].field = i;
+    numbered.*kControlFields[i].field = expected[i] = i;
   }
-  const auto values = std::bit_cast<std::array<double, kControlSize>>(numbered);
-  for (int i = 0; i < kControlSize; ++i) {
-    if (values[i] != i) {
-      return false;
-    }
-  }
-  return true;
+  return std::bit_cast<decltype(expected)>(numbered) == expected;
 }());
 
 }  // namespace torchopt_ext
