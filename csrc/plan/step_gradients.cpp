@@ -12,11 +12,6 @@
 #include "plan/weight_copy.h"
 
 namespace torchopt_ext {
-namespace {
-
-constexpr char kEmptyGradient = 0;
-
-}  // namespace
 
 void StepPlan::check_step_count(size_t i) const {
   if (device_.is_cpu()) {
@@ -94,6 +89,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     work_.device_tables.reset();
   }
   // An empty gradient may have no memory, but its parameter is stepped: its step count advances.
+  static constexpr char kEmptyGradient = 0;
   work.memory[kGrad] = const_cast<void*>(
       gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl()) : &kEmptyGradient);
   TORCH_CHECK(work.memory[kGrad] != nullptr, what("gradient", i),

@@ -53,6 +53,10 @@ void check_dense(const at::Tensor& tensor, const Label& what) {
               " is not dense: its elements overlap or leave gaps");
 }
 
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.numel() <= 1 || has_shape(*a.unsafeGetTensorImpl(), shape_of(b));
+}
+
 namespace {
 
 // Returns stride and size of each dimension with more than one element, smallest stride first.
@@ -66,23 +70,6 @@ std::vector<std::pair<int64_t, int64_t>> sorted_strides(const c10::TensorImpl& t
   std::sort(stride_and_size.begin(), stride_and_size.end());
   return stride_and_size;
 }
-
-}  // namespace
-
-void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
-  int64_t last = 0;  // offset of the last element spanned so far
-  for (const auto& [stride, size] : sorted_strides(*tensor.unsafeGetTensorImpl())) {
-    TORCH_CHECK(tensor.numel() == 0 || stride > last, what, " with shape ", tensor.sizes(),
-                " and strides ", tensor.strides(), " has elements that may share memory");
-    last += stride * (size - 1);
-  }
-}
-
-bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.numel() <= 1 || has_shape(*a.unsafeGetTensorImpl(), shape_of(b));
-}
-
-namespace {
 
 // Memory of tensor number `source`.
 struct MemoryRange {
@@ -180,6 +167,15 @@ std::optional<std::pair<size_t, size_t>> find_overlap_of(const std::vector<UsedT
 }
 
 }  // namespace
+
+void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
+  int64_t last = 0;  // offset of the last element spanned so far
+  for (const auto& [stride, size] : sorted_strides(*tensor.unsafeGetTensorImpl())) {
+    TORCH_CHECK(tensor.numel() == 0 || stride > last, what, " with shape ", tensor.sizes(),
+                " and strides ", tensor.strides(), " has elements that may share memory");
+    last += stride * (size - 1);
+  }
+}
 
 std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTensor>& tensors) {
   return find_overlap_of(tensors, append_span) ? find_overlap_of(tensors, append_runs)
