@@ -1,16 +1,57 @@
-#include "python/gradient_sums.h"
+// Pass A in backward (optim/norm_in_backward.py): sums the squares of some gradients and marks the
+// gradients, so that the step sees whether they changed.
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <memory>
+#include <optional>
+#include <vector>
+
 #include "ops/operators.h"
 #include "plan/tensor_checks.h"
-#include "python/param_lists.h"
+#include "plan/tensor_fields.h"
+#include "python/bindings.h"
 
 namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
+
+// A tensor as it was at one time. The mark keeps neither the tensor nor its memory alive. It holds
+// the version counter, so that a later tensor at the same address has another counter.
+class TensorMark {
+ public:
+  explicit TensorMark(const at::Tensor& tensor)
+      : memory_(address(*tensor.unsafeGetTensorImpl())),
+        shape_(shape_of(tensor)),
+        dtype_(tensor.scalar_type()),
+        counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+        version_(counter_.enabled() ? counter_.current_version() : 0) {}
+
+  // Whether a tensor is the same view of the same memory, and no operator has written to it since.
+  // False also for tensors of inference mode, whose changes are not counted.
+  bool fits(const at::Tensor& tensor) const {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    return address(impl) == memory_ && tensor.scalar_type() == dtype_ && has_shape(impl, shape_) &&
+           shares_version(counter_, impl.version_counter()) &&
+           counter_.current_version() == version_;
+  }
+
+  // Whether a change of one tensor counts as a change of the other, as with views of one tensor.
+  bool changes_with(const TensorMark& other) const {
+    return shares_version(counter_, other.counter_);
+  }
+
+ private:
+  const void* memory_;
+  Shape shape_;
+  at::ScalarType dtype_;
+  c10::VariableVersion counter_;
+  uint32_t version_;
+};
+
+using Marks = std::vector<std::shared_ptr<TensorMark>>;
 
 bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
   const at::ScalarType dtype = gradient.scalar_type();
@@ -25,8 +66,9 @@ bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
          address(*gradient.unsafeGetTensorImpl()) != nullptr;
 }
 
-}  // namespace
-
+// Adds the squares of the gradients that a plan reads without a copy: dense, with the layout of the
+// tensor of `like` at their position. Returns a null mark for each gradient left out, which may be
+// None. Without `gradients`, takes the gradients of `like`, which avoids a Python object for each.
 Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradients,
                     const at::Tensor& accumulator) {
   TORCH_CHECK_VALUE(!gradients || like.size() == gradients->size(), "got ", gradients->size(),
@@ -51,6 +93,7 @@ Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradien
   return marks;
 }
 
+// Whether every parameter's gradient fits its mark. A null mark fits only an absent gradient.
 bool gradients_fit(const py::list& params, const Marks& marks) {
   TORCH_CHECK_VALUE(params.size() == marks.size(), "there are ", marks.size(), " marks for ",
                     params.size(), " parameters");
@@ -62,6 +105,18 @@ bool gradients_fit(const py::list& params, const Marks& marks) {
     }
   }
   return true;
+}
+
+}  // namespace
+
+void add_gradient_sums(py::module_& m) {
+  py::class_<TensorMark, std::shared_ptr<TensorMark>>(m, "TensorMark")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("fits", &TensorMark::fits, py::arg("tensor"))
+      .def("changes_with", &TensorMark::changes_with, py::arg("other"));
+  m.def("sum_gradients", sum_gradients, py::arg("like"), py::arg("gradients"),
+        py::arg("accumulator"));
+  m.def("gradients_fit", gradients_fit, py::arg("params"), py::arg("marks"));
 }
 
 }  // namespace torchopt_ext

@@ -6,11 +6,9 @@
 #include "cpu/kernel_table.h"
 #include "plan/step_checks.h"
 #include "plan/weight_copy.h"
-#include "python/carve.h"
+#include "python/bindings.h"
 #include "python/control_fields.h"
-#include "python/gradient_sums.h"
 #include "python/optimizer_plan.h"
-#include "python/param_lists.h"
 
 namespace torchopt_ext {
 namespace {
@@ -76,29 +74,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   }();
   m.def("cpu_kernels", [] { return kernels().name; });
   m.def("accumulator_add", add_values, py::arg("accumulator"), py::arg("values"));
-  m.def("requires_grad", requires_grad, py::arg("tensors"));
-  m.def("addresses", addresses, py::arg("tensors"));
-  m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));
-  m.def("increment_versions", increment_versions, py::arg("tensors"));
-  m.def("clear_gradients", clear_gradients, py::arg("tensors"));
-  m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
-        py::arg("names"));
   m.def("observed", at::hasCallbacks);
-  m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
-        py::kw_only(), py::arg("unscale"));
-  m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
-        py::arg("block") = py::none(), py::kw_only(), py::arg("one_version") = false);
   m.def("renew_copy", renew_copy, py::arg("copy"), py::arg("weight"),
         py::call_guard<py::gil_scoped_release>());
-  m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none());
-
-  py::class_<TensorMark, std::shared_ptr<TensorMark>>(m, "TensorMark")
-      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
-      .def("fits", &TensorMark::fits, py::arg("tensor"))
-      .def("changes_with", &TensorMark::changes_with, py::arg("other"));
-  m.def("sum_gradients", sum_gradients, py::arg("like"), py::arg("gradients"),
-        py::arg("accumulator"));
-  m.def("gradients_fit", gradients_fit, py::arg("params"), py::arg("marks"));
+  add_carve(m);
+  add_gradient_sums(m);
+  add_param_lists(m);
   py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(enable_gc))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
