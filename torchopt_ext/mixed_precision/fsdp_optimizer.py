@@ -189,7 +189,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
         Args:
             closure: clears gradients, evaluates the model and calls :meth:`backward`.
-            wait: False: do not wait for a GPU to know whether the step was made.
+            wait: False: do not wait for a GPU to know whether the step was made. If a rank rejects
+                such a step, end the job: the loss scales then differ between ranks.
 
         Returns:
             Whether the step was made. False: a gradient on some rank was not finite, and only the
