@@ -20,7 +20,7 @@ from torchopt_ext import _C
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
-from torchopt_ext.mixed_precision.master_weights import MasterWeights
+from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
@@ -92,15 +92,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
         # Its groups hold the model's parameters. It also holds the last step's decision.
-        self._base: FusedAdam | MasterWeights
+        self._stepper: FusedAdam | MasterOptimizer
         if isinstance(optimizer, FusedAdam):
-            self._base = optimizer
+            self._stepper = optimizer
             if process_group is not None:
                 optimizer.process_group = process_group
             optimizer.skip_nonfinite = True
             optimizer.keep_masters()
         else:
-            self._base = MasterWeights(optimizer, process_group)
+            self._stepper = MasterOptimizer(optimizer, process_group)
         self._scaled = False  # whether there are gradients that backward() has scaled
         self._stepping = False
         # The last step's decision on its way from a GPU to the host.
@@ -157,27 +157,27 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @property
     def params_by_group(self) -> list[list[Tensor]]:
         """The model's parameters, by group."""
-        return [group["params"] for group in self._base.param_groups]
+        return [group["params"] for group in self._stepper.param_groups]
 
     @property
     def process_group(self) -> Any:
         """The ranks that share the norm and the skip decision, if given."""
-        return self._base.process_group
+        return self._stepper.process_group
 
     @property
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.clip_factor``."""
-        return self._base.control
+        return self._stepper.control
 
     @property
     def grad_norm(self) -> Tensor:
         """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self._base.control.grad_norm
+        return self._stepper.control.grad_norm
 
     @property
     def skipped_steps(self) -> Tensor:
         """The number of skipped steps; float64, 0-dim."""
-        return self._base.control.skipped_steps
+        return self._stepper.control.skipped_steps
 
     # ---- torch.optim.Optimizer ----------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             self._stepping = False
 
     def _step(self, closure: Callable[[], Any] | None, wait: bool) -> bool | None:
-        base = self._base
+        stepper = self._stepper
         # The device made this decision long ago. During a graph capture the host must not wait.
         if self._unlogged is not None and not is_captured():
             skip, copied = self._unlogged
@@ -223,26 +223,26 @@ class FSDPadaptOptimizer(BaseOptimizer):
         try:
             self._check_scaled()
         except RuntimeError:
-            reject([base], StepContext(check_overflow=True), Agreement())
+            reject([stepper], StepContext(check_overflow=True), Agreement())
             raise
-        base.max_grad_norm = self.max_grad_norm
+        stepper.max_grad_norm = self.max_grad_norm
         try:
-            if isinstance(base, MasterWeights):
-                skipped = base.step(self.loss_scale)
+            if isinstance(stepper, MasterOptimizer):
+                skipped = stepper.step(self.loss_scale)
             else:
-                inner_step(base, StepContext(grad_scale=self.loss_scale, check_overflow=True))
-                skipped = base.known("skip")
+                inner_step(stepper, StepContext(grad_scale=self.loss_scale, check_overflow=True))
+                skipped = stepper.known("skip")
         except BaseException:
             self._scaled &= self._has_gradients()
             raise
         if skipped is None and wait:
-            skipped = base.control.skip.item()
-            base.verdict.check()  # here: the rank that rejects the step keeps scale and gradients
-        self.grad_scaler.update(moved(base.control.found_inf, self.loss_scale.device))
+            skipped = stepper.control.skip.item()
+            stepper.verdict.check()  # here: the rank that rejects keeps scale and gradients
+        self.grad_scaler.update(moved(stepper.control.found_inf, self.loss_scale.device))
         self.zero_grad()
         if skipped is None:
-            self._unlogged = sent_to_host(base.control.skip)
-            base.verdict.check()  # about earlier steps
+            self._unlogged = sent_to_host(stepper.control.skip)
+            stepper.verdict.check()  # about earlier steps
             return None
         log_if(skipped)
         return not skipped
@@ -256,11 +256,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
             )
 
     def _has_gradients(self) -> bool:
-        return any(param.grad is not None for param in params_of(self._base))
+        return any(param.grad is not None for param in params_of(self._stepper))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's parameters."""
-        params = params_of(self._base)
+        params = params_of(self._stepper)
         if set_to_none:
             _C.clear_gradients(params)
         else:
@@ -271,7 +271,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, and masters for its parameters."""
-        self._base.add_param_group(param_group)
+        self._stepper.add_param_group(param_group)
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
         """Sets the masters from the parameters, or both from float32 weights.
@@ -284,7 +284,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """
         if self._offloader is not None:
             self._offloader.bring_back()
-        self._base.refresh_masters(from_)
+        self._stepper.refresh_masters(from_)
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
         """Returns ``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.
@@ -297,7 +297,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         run_hooks(self, "state_dict_pre")
         packed = self.optim.state_dict()
         masters: Mapping[Any, Any] = {}  # state entries that hold masters, by parameter
-        if self._base is self.optim:
+        if self._stepper is self.optim:
             masters = self.optim.state
             entries = {
                 index: {name: value for name, value in entry.items() if name not in MASTERS}
@@ -344,9 +344,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _load(self, states: dict[str, Any], weights: list[Tensor]) -> None:
         base = states["base_optim_states"]
-        if isinstance(self._base, MasterWeights):
+        if isinstance(self._stepper, MasterOptimizer):
             ids = chain(*(group["params"] for group in base["param_groups"]))
-            saved = dict(zip(params_of(self._base), zip(ids, weights, strict=True), strict=True))
+            saved = dict(zip(params_of(self._stepper), zip(ids, weights, strict=True), strict=True))
 
             def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or in this
                 index, weight = saved[param]
@@ -357,11 +357,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 local = local_tensor(weight)
                 return not local.to(param.dtype).float().equal(local)  # it has low bits
 
-            self._base.create_masters(needs_master)
+            self._stepper.create_masters(needs_master)
             load_whole(self.optim, base)
         else:
             self.optim.load_state_dict(base)
-        self._base.set_weights(zip(params_of(self._base), weights, strict=True))
+        self._stepper.set_weights(zip(params_of(self._stepper), weights, strict=True))
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_hooks(self, "load_state_dict_post")
 

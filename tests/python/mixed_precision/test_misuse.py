@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
-from torchopt_ext.mixed_precision.master_weights import skips_on_device
+from torchopt_ext.mixed_precision.master_optimizer import skips_on_device
 
 BASES: dict[str, Any] = {"fused": FusedAdamW, "adamw": AdamW}
 every_base = pytest.mark.parametrize("base", BASES)

@@ -39,7 +39,7 @@ from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
 from torchopt_ext.statedict.masters import read_weights
 
 
-class MasterWeights(Controlled):
+class MasterOptimizer(Controlled):
     """Puts fp32 masters into the groups of an optimizer in place of 16-bit parameters.
 
     Trainable 16-bit parameters have a master from the start, frozen parameters from their first
