@@ -113,10 +113,9 @@ def main(args: list[str]) -> int:
         raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in outputs:
         if os.path.exists(path):
-            if path.samefile(options.input):
-                raise CommandError(f"{path} is the input")
-            if options.weights is not None and path.samefile(options.weights):
-                raise CommandError(f"{path} is --weights")
+            for source_path, what in ((options.input, "the input"), (options.weights, "--weights")):
+                if source_path is not None and path.samefile(source_path):
+                    raise CommandError(f"{path} is {what}")
             if not options.force:
                 raise CommandError(f"{path} exists; --force replaces it")
     weights = Weights(source, given)

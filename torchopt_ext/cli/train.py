@@ -13,6 +13,7 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.supported import check_supported
+from torchopt_ext.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,6 @@ def _train(args: list[str]) -> int:
     check_supported(job_config)
     _check_seed_checkpoint(job_config)
     _check_load_paths(job_config)
-    from torchopt_ext.trainer.trainer import Trainer  # a slow import
-
     trainer = Trainer(job_config)
     try:
         if job_config.checkpoint.create_seed_checkpoint:

@@ -100,7 +100,7 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
             set_element(found, path, value)
     empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
     missing = sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty)
-    problems = [f"it lacks {name}" for name in missing]
+    problems = [f"it lacks {some(missing)}"] if missing else []
     for name, stored in model_tensors(metadata).items():
         if torch.is_tensor(value := live.get(name)) and value.shape != stored.size:
             shapes = f"is {list(stored.size)}, the job's is {list(value.shape)}"
@@ -122,8 +122,8 @@ def model_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 def some(texts: Sequence[str]) -> str:
     """Returns a few of the texts, and the number of the others."""
-    more = f"; and {len(texts) - 4:,} more" if len(texts) > 4 else ""
-    return "; ".join(texts[:4]) + more
+    more = [f"{len(texts) - 4:,} more"] if len(texts) > 4 else []
+    return ", ".join([*texts[:4], *more])
 
 
 def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -81,7 +81,7 @@ _RANGES = {
     "optimizer.weight_decay": _FROM_0,
     "lr_scheduler.lr_min": _TO_1,
     "lr_scheduler.decay_ratio": _FROM_0,
-    "lr_scheduler.total_steps": _FROM_0,
+    "lr_scheduler.total_steps": (lambda number: number >= 1, "1 or more"),
 }
 """Expected ranges of numbers. None is not checked: it stands for a default."""
 

@@ -384,8 +384,7 @@ class Trainer(Stateful):
         if self.step < steps:
             logger.info("Training starts at step %d of %d.", self.step + 1, steps)
         else:
-            text = "The checkpoint is of step %d and training.steps is %d: no step is left"
-            logger.warning(text, self.step, steps)
+            logger.warning("Step %d of %d is done: there is nothing to train.", self.step, steps)
         warming_up = True  # lazy initialization and compilation
         with (
             StopOnSignal(self.device) as stop,

@@ -432,7 +432,7 @@ def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=2)
     job.model.extra = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"model: it lacks extra\.bias; it lacks extra\.weight$"):
+    with pytest.raises(ConfigError, match=r"model: it lacks extra\.bias, extra\.weight$"):
         job.manager.load()
     name = next(name for name, _ in job.model.named_parameters())
     owner, _, own = name.rpartition(".")
@@ -450,7 +450,7 @@ def test_entries_that_the_model_lacks_are_named(
     job.model.extra = torch.nn.Linear(1, 1)
     job.manager.save(2, force=True)
     assert Job(tmp_path).manager.load()
-    assert "the job's model lacks, and that are not loaded: extra.bias; extra.weight" in caplog.text
+    assert "the job's model lacks, and that are not loaded: extra.bias, extra.weight" in caplog.text
 
 
 def test_a_missing_step_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from torchopt_ext.__main__ import COMMANDS, main
+from torchopt_ext.cli import train
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 
 pytestmark = pytest.mark.newest_torch
@@ -47,9 +48,8 @@ class Spy:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    module = pytest.importorskip("torchopt_ext.trainer.trainer")
     spy = Spy()
-    monkeypatch.setattr(module, "Trainer", spy)
+    monkeypatch.setattr(train, "Trainer", spy)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: spy.note("destroy"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return spy
@@ -92,7 +92,7 @@ def test_the_trainer_is_gone_before_the_process_group(
         built.append(weakref.ref(spy))
         return spy
 
-    monkeypatch.setattr("torchopt_ext.trainer.trainer.Trainer", build)
+    monkeypatch.setattr(train, "Trainer", build)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: held_at_end.append(built[0]()))
     assert main(["train"]) == 0
     assert held_at_end == [None]
