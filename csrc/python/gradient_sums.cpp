@@ -1,6 +1,5 @@
 // Pass A in backward (optim/norm_in_backward.py): sums the squares of some gradients and marks the
 // gradients, so that the step sees whether they changed.
-
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
