@@ -1,4 +1,4 @@
-"""Compares training with and without low-precision copies of shards, on two gloo ranks."""
+"""Cases of test_fsdp.py: training with and without low-precision copies of shards."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def train(
         run = torch.compile(model, backend="eager")
     for module in model if compiled == "layers" else ():
         module.forward = torch.compile(module.forward, backend="eager")
-    losses, cast, wrong = [], [], []
+    losses, cast = [], []
     for step in range(STEPS):
         if step == keep_at:
             keep_low_precision_shards(model)
@@ -148,20 +148,23 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         if keep_at is not None and step >= keep_at and torchs is None:
-            wrong += wrong_copies(model)
+            assert not wrong_copies(model), step
     weights = [shard.detach().clone() for shard in shards(model)]
     state = [dict(optimizer.state[p]) for optimizer in optimizers for p in optimizer.state]
     flat = [[getattr(v, "_local_tensor", v) for v in entry.values()] for entry in state]
-    return {"losses": losses, "weights": weights, "state": flat, "cast": cast, "wrong": wrong}
+    return {"losses": losses, "weights": weights, "state": flat, "cast": cast}
 
 
-def compare(change: Change | None = None, keep_at: int = 0, **settings: Any) -> dict[str, Any]:
-    """Returns the differences that copies make, and the casts of the training with copies."""
+def compare(
+    cast: list[int], change: Change | None = None, keep_at: int = 0, **settings: Any
+) -> None:
+    """Copies change no bit and stay right. All-gathers cast only after changes from outside."""
     plain = train(None, change, **settings)
     kept = train(keep_at, change, **settings)
-    same = {key: difference(kept[key], plain[key]) for key in ("losses", "weights", "state")}
-    moved = len(set(kept["losses"])) > 1
-    return {"different": same, "cast": kept["cast"], "wrong": kept["wrong"], "moved": moved}
+    for key in ("losses", "weights", "state"):
+        assert difference(kept[key], plain[key]) == "", key
+    assert len(set(kept["losses"])) > 1
+    assert kept["cast"] == cast
 
 
 def at_step(change: Callable[[nn.Module], object], step: int) -> Change:
@@ -209,8 +212,8 @@ def load_dcp(model: nn.Module) -> None:
     dcp.load(get_model_state_dict(model), checkpoint_id=folder[0])
 
 
-def state_dicts() -> dict[str, Any]:
-    """Compares state dicts with and without copies. Lists types, dtypes and attributes."""
+def state_dicts() -> None:
+    """State dicts with copies are those without, in types, dtypes and attributes."""
     found = []
     for keep in (False, True):
         model = model_of((2,), True, torch.bfloat16)
@@ -226,27 +229,22 @@ def state_dicts() -> dict[str, Any]:
         whole = {name: value.full_tensor() for name, value in model.named_parameters()}
         found.append((locals_, {key: list(value) for key, value in state.items()}, kinds, whole))
     plain, kept = found
-    return {
-        "different": [difference(kept[i], plain[i]) for i in range(4)],
-        "kinds": kept[2],
-    }
+    assert [difference(kept[i], plain[i]) for i in range(4)] == [""] * 4
+    assert kept[2] == [("Tensor", "torch.float32")]
 
 
-def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    changes: dict[str, Callable[[nn.Module], object]] = {
-        change.__name__: change
-        for change in (
-            *(multiply, multiply_shards, multiply_hidden),
-            *(load, set_state, load_dcp),
-        )
-    }
+def cases() -> dict[str, Callable[[], None]]:
+    frozen, every = 2 * 2, 11 * 2  # parameters that a step's two all-gathers cast
+    never = [frozen] * 4
+    changes = (multiply, multiply_shards, load, set_state, load_dcp)
     settings: dict[str, dict[str, Any]] = {
         "reshard": {},
-        "no reshard": {"reshard": False},
-        "replicas": {"mesh": (2, 1)},
+        "no reshard": {"reshard": False, "cast": [2] * 4},
+        # a shard is the whole parameter: another operator casts
+        "replicas": {"mesh": (2, 1), "cast": [0] * 4},
         "hybrid": {"mesh": (1, 2)},
         "float16": {"dtype": torch.float16},
-        "accumulation": {"batches": 3},
+        "accumulation": {"batches": 3, "cast": [3 * frozen] * 4},
         "clipping": {"max_grad_norm": 0.1},
         "several optimizers": {"several": True},
         "amsgrad": {"amsgrad": True},
@@ -256,19 +254,24 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "compiled layers": {"compiled": "layers"},
         "skipped": {"skip_nonfinite": True, "nan_at": 1},
     }
-    return {
-        **{name: partial(compare, **setting) for name, setting in settings.items()},
-        **{name: partial(compare, at_step(change, 2)) for name, change in changes.items()},
-        "kept later": partial(compare, keep_at=2),
+    once = {"cast": [frozen, frozen, every, frozen]}
+    settings |= {
+        **{change.__name__: {"change": at_step(change, 2), **once} for change in changes},
+        "multiply_hidden": {"change": at_step(multiply_hidden, 2)},
+        "kept later": {"keep_at": 2, "cast": [every, every, frozen, frozen]},
+        "changed, then skipped": {
+            "change": at_step(multiply, 1), "skip_nonfinite": True, "nan_at": 1,
+            "cast": [frozen, every, frozen, frozen],
+        },
         **{
-            f"torch's optimizer {name}": partial(compare, torchs={name: True} if name else {})
+            f"torch's optimizer {name}": {
+                "torchs": {name: True} if name else {}, "cast": [frozen, every, every, every]
+            }
             for name in ("", "foreach", "fused")
         },
-        "changed, then skipped": partial(
-            compare, at_step(multiply, 1), skip_nonfinite=True, nan_at=1
-        ),
-        "state dicts": state_dicts,
-    }
+    }  # fmt: skip
+    compared = {name: partial(compare, **{"cast": never, **s}) for name, s in settings.items()}
+    return {**compared, "state dicts": state_dicts}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Cases of test_norm_in_backward.py: the gradient norm is measured in backward."""
+"""Cases of test_norm_in_backward.py: a norm measured in backward has the bits of the step's own."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
+from rank_cases import gathered, run_cases
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -98,10 +99,21 @@ def run(
     params = list(plain.parameters())
     return {
         "norms": norms,
-        "local": digest(params),
+        "params": digest(params),
         "counts": list(measured),
         "warned": any("norm_in_backward" in str(w.message) for w in caught),
     }
+
+
+def compare(wrap: Any, is_measured: bool = True, **kwargs: Any) -> None:
+    found, expected = run(wrap, True, **kwargs), run(wrap, False, **kwargs)
+    for result in (found, expected):
+        assert gathered(result["norms"]) == [result["norms"]] * 2
+    assert found["norms"] == expected["norms"] and "nan" not in found["norms"]
+    assert found["params"] == expected["params"]
+    assert found["warned"] == ("each" in kwargs and kwargs["each"] is scale)
+    assert any(found["counts"]) == is_measured, found["counts"]
+    assert not is_measured or found["counts"][-1] >= 1
 
 
 def ddp(hook: Any = allreduce_hook, measures: bool = True, **options: Any) -> Any:
@@ -160,7 +172,7 @@ def sum_over_ranks(plain: nn.Module, step: int) -> None:
             dist.all_reduce(param.grad)
 
 
-def cases() -> dict[str, Callable[[], Result]]:
+def cases() -> dict[str, Callable[[], None]]:
     norm_in_backward.MEASURED_BYTES = 1 << 16
     norm_in_backward.CACHED_BYTES["cpu"] = 1
     from torchopt_ext.optim import fused_adam
@@ -173,22 +185,20 @@ def cases() -> dict[str, Callable[[], Result]]:
         "ddp, compressed": (ddp(bf16_compress_hook), {}),
         "ddp, micro-batches": (ddp(), {"backwards": 2}),
         "ddp, no sync": (ddp(gradient_as_bucket_view=True), {"backwards": 2, "synced": False}),
-        "ddp, changed": (ddp(), {"each": scale}),
-        "ddp without": (ddp(measures=False, gradient_as_bucket_view=True), {}),
-        "by hand": (reduced_by_hand, {"each": sum_over_ranks}),
+        "ddp, changed": (ddp(), {"each": scale, "is_measured": False}),
+        "ddp without": (
+            ddp(measures=False, gradient_as_bucket_view=True), {"is_measured": False}
+        ),
+        "by hand": (reduced_by_hand, {"each": sum_over_ranks, "is_measured": False}),
         "fsdp": (fsdp((2,)), {}),
         "fsdp, micro-batches": (fsdp((2,)), {"backwards": 2}),
-        "fsdp, changed": (fsdp((2,)), {"each": scale}),
+        "fsdp, changed": (fsdp((2,)), {"each": scale, "is_measured": False}),
         "hsdp": (fsdp((2, 1)), {}),
         "zero": (zero(False), {}),
         "zero, micro-batches": (zero(False), {"backwards": 2}),
         "zero, hook": (zero(True), {}),
-    }
-    return {
-        f"{name}{'' if early else ', read again'}": lambda w=wrap, e=early, k=kwargs: run(w, e, **k)
-        for name, (wrap, kwargs) in ways.items()
-        for early in (True, False)
-    }
+    }  # fmt: skip
+    return {name: partial(compare, wrap, **kwargs) for name, (wrap, kwargs) in ways.items()}
 
 
 if __name__ == "__main__":
