@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .rank_results import assert_passed
+
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "tests" / "golden" / "adam.json"  # a file that seldom changes
 STEPS = 6
@@ -150,103 +152,8 @@ def test_jobs_resume_in_another_layout(train, by_hand, tmp_path, before, after):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-# ---- what a Trainer does, step by step -----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def behaviour(rank_server, tmp_path_factory) -> Callable[[int], list[dict[str, Any]]]:
-    """A function that returns the results of trainer_behaviour.py by rank."""
-    found: dict[int, list[dict[str, Any]]] = {}
-
-    def run(ranks: int) -> list[dict[str, Any]]:
-        if ranks not in found:
-            folder = tmp_path_factory.mktemp("behaviour")
-            with rank_server("trainer_behaviour.py") as start:
-                start("trainer_behaviour.py", ranks, str(folder), *JOB)
-            files = sorted(folder.glob("rank*.json"))
-            found[ranks] = [json.loads(file.read_text()) for file in files]
-        return found[ranks]
-
-    return run
-
-
-@pytest.mark.newest_torch
-def test_calls_of_a_step_come_in_the_order_of_torchtitan(behaviour):
-    found = behaviour(1)[0]["order_of_calls"]
-    clips = ["clip_grad_norm_"]
-    for name, clip in (("fused", []), ("foreach", clips), ("a TrainSpec's", clips)):
-        step = [
-            *("GarbageCollection.run", "Trainer.next_batch", "OptimizersContainer.zero_grad"),
-            *("ByteLlama.forward", *clip, "CheckpointManager.maybe_wait_for_staging"),
-            *("OptimizersContainer.step", "LRSchedulersContainer.step", "MetricsProcessor.log"),
-            "CheckpointManager.save",
-        ]
-        assert found[name] == step * 2
-    early = found["in backward"]  # changes the state in backward
-    wait = "CheckpointManager.maybe_wait_for_staging"
-    assert early.index(wait) < early.index("ByteLlama.forward")
-    assert set(found["seconds"]["in backward"]) == {None}
-    # Clipping counts as the optimizer's time.
-    assert min(found["seconds"]["a TrainSpec's"]) > 0.05
-
-
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_steps_that_are_not_finite_change_nothing_and_are_counted(behaviour, implementation):
-    found = behaviour(1)[0]["skipped_steps"][implementation]
-    assert found["unchanged"] == [False, True, False, True, False]
-    assert found["skipped"] == [0, 1, 1, 2, 2]
-    assert [norm is None for norm in found["norms"]] == [False, True, False, True, False]
-
-
-def test_too_many_skips_in_a_row_end_the_job(behaviour):
-    step, message = behaviour(1)[0]["too_many_skips"]
-    assert step == 7
-    assert "3 steps in a row" in message
-    assert "the last checkpoint before them is step 4" in message
-
-
-def test_refused_commits_are_neither_steps_nor_skips(behaviour):
-    """Two groups make a step of 16 sequences from two batches of 4 each."""
-    pytest.importorskip("torchft")
-    found = behaviour(1)[0]["refused_commits"]
-    assert found["accumulated"] == 2
-    assert found["steps"] == 3  # 1, 3 and 5
-    assert found["norms"] == [True, False, False, False, True]
-    assert found["saved"] == ["step-5"]  # step 4 was due between a skipped step and a good one
-
-
-def test_training_ends_with_its_data(behaviour):
-    """When its data ends, a job validates and exports as after its last step."""
-    saved = ["step-4", "step-5", "step-5.safetensors"]
-    assert behaviour(1)[0]["data_that_ends"] == ["data", 5, saved, "model", [0, 3, 5]]
-
-
-def test_validation_reads_the_same_data_every_time(behaviour):
-    training, losses = behaviour(1)[0]["validation"]
-    assert training
-    assert [step for step, _ in losses] == [0, 2, 4, 5]
-    assert len({loss for _, loss in losses}) == 1
-
-
-def test_close_leaves_the_process_as_it_was_and_the_settings_in_a_file(behaviour):
-    assert behaviour(1)[0]["closing"] == [True, False, False, True, True, 1]
-
-
-@pytest.mark.newest_torch
-def test_low_precision_shards_change_no_bit(behaviour):
-    for found in behaviour(2):
-        cast, kept = found["low_precision_shards"]
-        assert not any(cast[0])
-        assert all(kept[0])
-        assert kept[1] == cast[1]
-
-
-def test_all_stages_end_if_one_has_no_optimizer(behaviour):
-    own, other = (found["a_stage_that_fails"] for found in reversed(behaviour(2)))
-    assert own == "no optimizer for the last stage"
-    assert other == f"rank 1: ConfigError: {own}"
-
-
-def test_sigterm_at_one_rank_ends_all_after_one_step(behaviour):
-    for found in behaviour(2):
-        assert found["sigterm_at_one_rank"] == ["SIGTERM", 4, 4]
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 7), (2, 3)])
+def test_what_a_trainer_does_step_by_step(rank_server, tmp_path, ranks, cases):
+    with rank_server("trainer_behaviour.py") as start:
+        start("trainer_behaviour.py", ranks, str(tmp_path), *JOB)
+    assert_passed(ended(tmp_path), cases)

@@ -1,4 +1,4 @@
-"""Cases of test_trainer.py with single Trainers. Every rank writes its results to rank<n>.json.
+"""Cases of test_trainer.py with single Trainers. Every rank writes its errors to rank<n>.json.
 
 Arguments: a folder, and the settings that all cases share.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ from torchopt_ext.trainer.train_spec import get_train_spec, register_train_spec
 from torchopt_ext.trainer.trainer import Trainer
 
 CLIPPING = 0.05  # seconds that torch's clipping takes at least while calls are recorded
-CASES: dict[int, list[Callable[[Path, list[str]], Any]]] = {1: [], 2: []}
+CASES: dict[int, list[Callable[[Path, list[str]], None]]] = {1: [], 2: []}
 
 
 def case(ranks: int) -> Callable[[Any], Any]:
@@ -109,7 +110,8 @@ def spied(trainer: Trainer) -> list[str]:
 
 
 @case(1)
-def order_of_calls(folder: Path, shared: list[str]) -> Any:
+def order_of_calls(folder: Path, shared: list[str]) -> None:
+    """Calls of a step come in the order of torchtitan."""
     found = {}
     torch_adamw = (
         *("--experimental.custom_import", "examples.torch_adamw"),
@@ -124,11 +126,25 @@ def order_of_calls(folder: Path, shared: list[str]) -> Any:
         own = folder / name
         with trainer_of(own, shared, "--training.steps", "2", *settings) as trainer:
             found[name] = spied(trainer)
+    clips = ["clip_grad_norm_"]
+    wait = "CheckpointManager.maybe_wait_for_staging"
+    for name, clip in (("fused", []), ("foreach", clips), ("a TrainSpec's", clips)):
+        step = [
+            *("GarbageCollection.run", "Trainer.next_batch", "OptimizersContainer.zero_grad"),
+            *("ByteLlama.forward", *clip, wait),
+            *("OptimizersContainer.step", "LRSchedulersContainer.step", "MetricsProcessor.log"),
+            "CheckpointManager.save",
+        ]
+        assert found[name] == step * 2, name
+    early = found["in backward"]  # changes the state in backward
+    assert early.index(wait) < early.index("ByteLlama.forward")
     seconds = {
         name: [line.get("time_metrics/optimizer(s)") for line in lines(folder / name)]
         for name in ("in backward", "a TrainSpec's")
     }
-    return found | {"seconds": seconds}
+    assert set(seconds["in backward"]) == {None}
+    # Clipping counts as the optimizer's time.
+    assert min(seconds["a TrainSpec's"]) > CLIPPING
 
 
 def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()) -> None:
@@ -140,8 +156,8 @@ def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()
 
 
 @case(1)
-def skipped_steps(folder: Path, shared: list[str]) -> Any:
-    found = {}
+def skipped_steps(folder: Path, shared: list[str]) -> None:
+    """Steps that are not finite change nothing and are counted."""
     for implementation in ("fused", "foreach"):
         own = folder / implementation
         settings = ("--training.steps", "5", "--optimizer.implementation", implementation)
@@ -158,27 +174,23 @@ def skipped_steps(folder: Path, shared: list[str]) -> Any:
 
             trainer.train_step = watched  # type: ignore[method-assign]
             trainer.train()
-        found[implementation] = {
-            "unchanged": before,
-            "skipped": [line["skipped_steps"] for line in lines(own)],
-            "norms": [line["grad_norm"] for line in lines(own)],
-        }
-    return found
+        assert before == [False, True, False, True, False]
+        assert [line["skipped_steps"] for line in lines(own)] == [0, 1, 1, 2, 2]
+        assert [line["grad_norm"] is None for line in lines(own)] == before
 
 
 @case(1)
-def too_many_skips(folder: Path, shared: list[str]) -> Any:
+def too_many_skips(folder: Path, shared: list[str]) -> None:
     settings = (
         *("--training.steps", "9", "--training.max_consecutive_skips", "3"),
         *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "2"),
     )
     with trainer_of(folder, shared, *settings) as trainer:
         poison(trainer, {3, 5, 6, 7})
-        try:
+        last = "3 steps in a row.*the last checkpoint before them is step 4"
+        with pytest.raises(RuntimeError, match=last):
             trainer.train()
-        except RuntimeError as error:
-            return [trainer.step, str(error)]
-    return None
+        assert trainer.step == 7
 
 
 class RefusingManager:
@@ -206,8 +218,14 @@ class RefusingManager:
 
 
 @case(1)
-def refused_commits(folder: Path, shared: list[str]) -> Any:
-    """One of two groups. Steps 2 and 4 are refused, and step 3 is skipped for a NaN."""
+def refused_commits(folder: Path, shared: list[str]) -> None:
+    """One of two groups. Steps 2 and 4 are refused, and step 3 is skipped for a NaN.
+
+    Two groups make a step of 16 sequences from two batches of 4 each. Refused commits are neither
+    steps nor skips.
+    """
+    if importlib.util.find_spec("torchft") is None:
+        return
     settings = (
         *("--training.steps", "5", "--training.batch_size", "4"),
         *("--training.global_batch_size", "16", "--training.max_consecutive_skips", "2"),
@@ -223,16 +241,16 @@ def refused_commits(folder: Path, shared: list[str]) -> Any:
         steps = int(trainer.optimizers.control.steps)
         saved = sorted(path.name for path in trainer.checkpointer.folder.iterdir())
     norms = [line["grad_norm"] for line in lines(folder)]
-    return {
-        "accumulated": trainer.gradient_accumulation_steps,
-        "steps": steps,
-        "norms": [norm is not None and math.isfinite(norm) for norm in norms],
-        "saved": saved,
-    }
+    finite = [norm is not None and math.isfinite(norm) for norm in norms]
+    assert trainer.gradient_accumulation_steps == 2
+    assert steps == 3  # 1, 3 and 5
+    assert finite == [True, False, False, False, True]
+    assert saved == ["step-5"]  # step 4 was due between a skipped step and a good one
 
 
 @case(1)
-def data_that_ends(folder: Path, shared: list[str]) -> Any:
+def data_that_ends(folder: Path, shared: list[str]) -> None:
+    """When its data ends, a job validates and exports as after its last step."""
     text = folder / "text"
     text.mkdir(parents=True)
     (text / "a").write_bytes(bytes(range(256)) * 3)  # 23 windows of 33 bytes
@@ -250,11 +268,14 @@ def data_that_ends(folder: Path, shared: list[str]) -> Any:
         saved = sorted(path.name for path in trainer.checkpointer.folder.iterdir())
         contents = contents_of(trainer.checkpointer.folder / "step-5")
     validated = [line["step"] for line in lines(folder) if "validation_metrics/loss" in line]
-    return [trainer.stopped_by, trainer.step, saved, contents, validated]
+    assert (trainer.stopped_by, trainer.step, contents) == ("data", 5, "model")
+    assert saved == ["step-4", "step-5", "step-5.safetensors"]
+    assert validated == [0, 3, 5]
 
 
 @case(1)
-def validation(folder: Path, shared: list[str]) -> Any:
+def validation(folder: Path, shared: list[str]) -> None:
+    """Validation reads the same data every time."""
     settings = (
         *("--validation.enable", "--validation.dataset", "text", "--validation.freq", "2"),
         *("--validation.dataset_path", str(Path(__file__).parents[2] / "docs")),
@@ -263,30 +284,33 @@ def validation(folder: Path, shared: list[str]) -> Any:
     )
     with trainer_of(folder, shared, *settings) as trainer:
         trainer.train()
-        training = trainer.model_parts[0].training
+        assert trainer.model_parts[0].training
     key = "validation_metrics/loss"
-    return [training, [(line["step"], line[key]) for line in lines(folder) if key in line]]
+    losses = {line["step"]: line[key] for line in lines(folder) if key in line}
+    assert list(losses) == [0, 2, 4, 5]
+    assert len(set(losses.values())) == 1
 
 
 @case(1)
-def closing(folder: Path, shared: list[str]) -> Any:
-    try:
+def closing(folder: Path, shared: list[str]) -> None:
+    """close() leaves the process as it was, and the settings are in a file."""
+    with pytest.raises(ConfigError):
         Trainer(load_config([*shared, "--model.flavor", "none"]))
-    except ConfigError:
-        refused = [gc.isenabled(), dist.is_initialized()]
+    assert gc.isenabled() and not dist.is_initialized()
     settings = ("--training.steps", "1", "--job.save_config_file", "saved/config.json")
     with trainer_of(folder, shared, *settings) as trainer:
         handler = signal.getsignal(signal.SIGTERM)
         trainer.train()
-        during = gc.isenabled()
-        restored = signal.getsignal(signal.SIGTERM) is handler
+        assert not gc.isenabled()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    assert gc.isenabled()
     saved = json.loads((folder / "saved/config.json").read_text())
-    return [*refused, during, gc.isenabled(), restored, saved["training"]["steps"]]
+    assert saved["training"]["steps"] == 1
 
 
 @case(2)
-def low_precision_shards(folder: Path, shared: list[str]) -> Any:
-    """Returns, without and with copies, whether shards have them, and the final shards' sums."""
+def low_precision_shards(folder: Path, shared: list[str]) -> None:
+    """Low-precision copies of shards change no bit."""
     found = []
     for kept in ((), ("--parallelism.fsdp_keep_low_precision_shards",)):
         settings = ("--training.mixed_precision_param", "bfloat16", "--training.steps", "3", *kept)
@@ -294,13 +318,14 @@ def low_precision_shards(folder: Path, shared: list[str]) -> Any:
             trainer.train()
             shards = [param._local_tensor for param in trainer.model_parts[0].parameters()]
             copies = [hasattr(shard, "low_precision_copy") for shard in shards]
-            found.append([copies, [shard.double().sum().item().hex() for shard in shards]])
-    return found
+            assert copies == [bool(kept)] * len(shards)
+            found.append([shard.double().sum().item().hex() for shard in shards])
+    assert found[0] == found[1]
 
 
 @case(2)
-def a_stage_that_fails(folder: Path, shared: list[str]) -> Any:
-    """Returns this rank's error when the last stage's optimizers cannot be built."""
+def a_stage_that_fails(folder: Path, shared: list[str]) -> None:
+    """All stages end if the last one's optimizers cannot be built."""
     importlib.import_module("examples.byte_llama")
     spec = get_train_spec("byte_llama")
 
@@ -312,15 +337,16 @@ def a_stage_that_fails(folder: Path, shared: list[str]) -> Any:
     failing = dataclasses.replace(spec, name=folder.name, build_optimizers_fn=build)
     register_train_spec(failing)
     settings = ("--model.name", folder.name, "--parallelism.pipeline_parallel_degree", "2")
-    try:
+    with pytest.raises(ConfigError) as error:
         Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
-    except ConfigError as error:
-        return str(error)
-    return None
+    own = "no optimizer for the last stage"
+    expected = own if os.environ["RANK"] == "1" else f"rank 1: ConfigError: {own}"
+    assert str(error.value) == expected
 
 
 @case(2)
-def sigterm_at_one_rank(folder: Path, shared: list[str]) -> Any:
+def sigterm_at_one_rank(folder: Path, shared: list[str]) -> None:
+    """A signal at one rank ends all ranks after one step."""
     settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
     with trainer_of(folder, shared, *settings) as trainer:
         step = trainer.train_step
@@ -332,7 +358,8 @@ def sigterm_at_one_rank(folder: Path, shared: list[str]) -> Any:
 
         trainer.train_step = with_signal  # type: ignore[method-assign]
         trainer.train()
-        return [trainer.stopped_by, trainer.step, trainer.checkpointer.newest()]
+        found = trainer.stopped_by, trainer.step, trainer.checkpointer.newest()
+        assert found == ("SIGTERM", 4, 4)
 
 
 def main() -> None:
@@ -343,7 +370,8 @@ def main() -> None:
     for function in CASES[int(ranks)]:
         name = function.__name__
         try:
-            results[name] = function(folder / name, copy.copy(shared))
+            function(folder / name, copy.copy(shared))
+            results[name] = {}
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
