@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import OptimizersContainer, with_fp32_moments
+from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 
@@ -108,11 +108,11 @@ def build_optimizers(
         )
     if not partial:  # otherwise an option may have an effect on another stage
         reject_ineffective(options, params)
-    options = with_fp32_moments(options, model_parts, partial=partial)
     options |= common_arguments(config) | {"fused": fused}
     options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)
-    compat = getattr(config, "compat", None)
+    choice = choice_of_params(config) | {"partial": partial}
+    choice["compat"] = getattr(config, "compat", None)
     if in_backward:
         if deferred:
             raise ValueError(
@@ -127,7 +127,7 @@ def build_optimizers(
         return OptimizersInBackwardContainer(
             *(model_parts, classes[config.name], options),
             backwards_per_step=backwards,
-            compat=compat,
+            **choice,
         )
     if backwards != 1:
         raise ValueError("backwards_per_step has no effect without early_step_in_backward")
@@ -139,10 +139,10 @@ def build_optimizers(
             options,
             ft_manager.manager,
             getattr(ft_manager, "use_async_quorum", True),  # in torchtitan from 0.1 on
-            compat=compat,
+            **choice,
         )
     else:
-        container = OptimizersContainer(model_parts, classes[config.name], options, compat=compat)
+        container = OptimizersContainer(model_parts, classes[config.name], options, **choice)
     if deferred:
         defer_clipping(container)
     return container
@@ -156,6 +156,14 @@ def common_arguments(config: Any) -> dict[str, Any]:
         "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
         "eps": config.eps,
         "weight_decay": getattr(config, "weight_decay", 0.1),
+    }
+
+
+def choice_of_params(config: Any) -> dict[str, Any]:
+    """Returns a configuration's arguments of containers that choose among parameters."""
+    return {
+        "no_decay": getattr(config, "no_decay", ()),
+        "lr_multipliers": getattr(config, "lr_multipliers", None),
     }
 
 

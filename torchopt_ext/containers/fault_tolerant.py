@@ -143,8 +143,9 @@ class FTOptimizersContainer(FaultTolerant[T]):
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
             own. `step` and `zero_grad` then work as in OptimizersContainer, and fp32 masters follow
             the weights that were synchronized, which takes several passes over both in every step.
-        compat: "torchtitan" creates the state in the constructor, by a step with lr 0 that counts,
-            as torchtitan's container does. Bias corrections are then one step ahead.
+        **kwargs: as in OptimizersContainer. `compat="torchtitan"` creates the state in the
+            constructor, by a step with lr 0 that counts, as torchtitan's container does. Bias
+            corrections are then one step ahead.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
@@ -158,8 +159,7 @@ class FTOptimizersContainer(FaultTolerant[T]):
         optimizer_kwargs: dict[str, Any],
         ft_manager: "torchft.Manager",
         use_ft_optimizer: bool = True,
-        *,
-        compat: str | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         self._init_fault_tolerance(ft_manager, use_ft_optimizer)

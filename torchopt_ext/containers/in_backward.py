@@ -50,7 +50,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     If backward has left gradients, `step()` updates with them and `zero_grad()` drops them.
 
     Args:
-        model_parts, optimizer_cls, optimizer_kwargs, compat: as in OptimizersContainer.
+        model_parts, optimizer_cls, optimizer_kwargs, **kwargs: as in OptimizersContainer.
         backwards_per_step: how many gradients of a parameter are accumulated before its update, for
             example of microbatches. A parameter that gets fewer gradients is updated in `step()`.
             None, only with a norm: `step()` updates with all that backward has measured. Gradient
@@ -72,7 +72,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         optimizer_kwargs: dict[str, Any],
         *,
         backwards_per_step: int | None = 1,
-        compat: str | None = None,
+        **kwargs: Any,
     ) -> None:
         if optimizer_kwargs.get("norm_in_backward"):
             raise ValueError(
@@ -83,7 +83,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
         self._check_arguments(optimizer_kwargs.get("process_group"))
-        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, compat=compat)
+        super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
         self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
@@ -297,7 +297,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         for joint in self._joint_steps:
             joint.step_all(lambda optimizer: inner_step(optimizer, context))
         for param, optimizer in self._optimizer_of.items():
-            if id(param) not in self._batches_of:
+            if param.grad is not None and id(param) not in self._batches_of:
                 inner_step(optimizer, context)
         return None
 

@@ -18,6 +18,7 @@ from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
+from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
     HookedStep,
     inner_step,
@@ -53,6 +54,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         model_parts: the modules to train.
         optimizer_cls: the class of the inner optimizers.
         optimizer_kwargs: the class's arguments, the same for every part.
+        no_decay, lr_multipliers: as for :func:`torchopt_ext.param_groups`, here without effect by
+            default. Patterns are searched for in the names of all parts' parameters.
+        partial: other ranks have other parts, in which patterns may be found, as with a
+            `process_group`.
         compat: "torchtitan" makes `state_dict()` before the first step create the state as
             torchtitan does, by a step with lr 0 that counts. Bias corrections are then one step
             ahead.
@@ -60,8 +65,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     Raises:
         TypeError: `model_parts` is not a list of modules.
         ValueError: a trainable parameter is on the meta device or belongs to two parts; `compat` is
-            unknown; or a pattern of `fp32_moments` is found in no name, and there is no
-            `process_group`, which may have other parts.
+            unknown; or a pattern is found in no name, and no other ranks have other parts.
     """
 
     optimizers: list[T]
@@ -77,6 +81,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         optimizer_cls: type[T],
         optimizer_kwargs: dict[str, Any],
         *,
+        no_decay: Sequence[str] = (),
+        lr_multipliers: Mapping[str, float] | None = None,
+        partial: bool = False,
         compat: str | None = None,
     ) -> None:
         self.compat = check_compat(compat)
@@ -84,11 +91,17 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         params = trainable_parameters(model_parts)
         shares = [self._shares(part) for part in params]
         self._sizes = [len(part) for part in shares]
-        arguments = optimizer_kwargs
+        arguments, lr = optimizer_kwargs, optimizer_kwargs.get("lr")
+        partial = partial or arguments.get("process_group") is not None
         if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedAdam):
-            arguments = with_fp32_moments(arguments, model_parts)
+            arguments = with_fp32_moments(arguments, model_parts, partial=partial)
+        chosen: Mapping[nn.Parameter, Choice] = {}
+        if lr_multipliers and lr is None:
+            raise ValueError("lr_multipliers needs lr, the learning rate that they multiply")
+        if no_decay or lr_multipliers:
+            chosen = choices(model_parts, no_decay, lr_multipliers, partial=partial)
         self.optimizers = [
-            optimizer_cls([{"params": share}], **own_fp32_moments(arguments, share))
+            optimizer_cls(in_groups(share, chosen, lr), **own_fp32_moments(arguments, share))
             for share in chain(*shares)
         ]
         self._validate_length(sum(self._sizes))
@@ -380,7 +393,7 @@ def with_fp32_moments(
     It changes nothing without 8-bit moments. Patterns are searched for in names without wrappers.
 
     Args:
-        partial: other ranks have other parts, as with a `process_group`.
+        partial: other ranks have other parts.
 
     Raises:
         TypeError, ValueError: as FusedAdam.
@@ -394,7 +407,6 @@ def with_fp32_moments(
     ]
     embeddings = embeddings_of(module for part in model_parts for module in part.modules())
     chosen = arguments.get("fp32_moments", EMBEDDINGS)
-    partial = partial or arguments.get("process_group") is not None
     found = fp32_params(named, chosen, embeddings, partial=partial)
     return {**arguments, "fp32_moments": found}
 

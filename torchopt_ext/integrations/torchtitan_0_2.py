@@ -60,6 +60,10 @@ class Optimizer:
     """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
     max_grad_norm: float | None = None
     """Clip to this norm in the step, in addition to training.max_norm before the step."""
+    no_decay: list[str] = field(default_factory=list)
+    """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
+    """Factors of the learning rate by pattern of names; the first match decides."""
     skip_nonfinite: bool = False
     """Skip the update of a step in which a gradient is not finite."""
     master_weights: Literal["fp32", "remainder", "remainder8"] | None = None

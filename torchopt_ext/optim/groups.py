@@ -3,13 +3,15 @@
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchopt_ext.optim.arguments import expect_numbers
+from torchopt_ext.statedict.entries import unwrapped
 
 KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -55,38 +57,13 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(no_decay, str):
-        raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
-    no_decay = tuple(no_decay)
-    multipliers = dict(lr_multipliers or {})
-    if multipliers and lr is None:
+    if lr_multipliers and lr is None:
         raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
-    numbers = {"weight_decay": weight_decay, "lr": lr or 0.0}
-    numbers |= {f"lr_multipliers[{k!r}]": multipliers[k] for k in multipliers}
-    expect_numbers(**numbers)
-    multipliers = {pattern: float(factor) for pattern, factor in multipliers.items()}
-    for name, value in numbers.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"Invalid {name}: {value}, expected a finite number of 0 or more")
-    names, kinds = _names_and_kinds(model)
-    plain = [pattern for pattern in no_decay if pattern not in KINDS]
-    found = {
-        pattern: params_matching(pattern, names)
-        for pattern in dict.fromkeys([*plain, *multipliers])
-    }
-    if unfound := [pattern for pattern in found if not found[pattern]]:
-        known = [name for own in names.values() for name in own]
-        nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
-        raise ValueError(
-            f"no parameter of {type(model).__name__} has a name with {unfound}; the nearest names "
-            f"are {nearest}, and no_decay also knows {list(KINDS)}"
-        )
+    _expect_finite(weight_decay=weight_decay, lr=lr or 0.0)
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    for param, own in names.items():
+    for param, (own_name, spared, factor) in choices([model], no_decay, lr_multipliers).items():
         if not param.requires_grad:
             continue
-        spared = bool(kinds[param] & set(no_decay)) or any(param in found[p] for p in plain)
-        factor = next((multipliers[p] for p in multipliers if param in found[p]), 1.0)
         name = "no_decay" if spared else "decay"
         name += "" if factor == 1.0 else f", lr * {factor:g}"
         own_decay = 0.0 if spared else weight_decay
@@ -95,19 +72,96 @@ def param_groups(
         )
         if lr is not None:
             group["lr"] = lr * factor
-        group["params"].append((own[0], param))
+        group["params"].append((own_name, param))
     if not groups:
         raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
     return list(groups.values())
 
 
+class Choice(NamedTuple):
+    """What the arguments of :func:`param_groups` choose for a parameter."""
+
+    name: str
+    spared: bool  # by no_decay
+    factor: float  # of the learning rate
+
+
+_NOTHING_CHOSEN = Choice("", spared=False, factor=1.0)
+
+
+def choices(
+    models: Sequence[nn.Module],
+    no_decay: Sequence[str],
+    lr_multipliers: Mapping[str, float] | None,
+    *,
+    partial: bool = False,
+) -> dict[nn.Parameter, Choice]:
+    """Returns what is chosen for each parameter of the modules, in their order.
+
+    Args:
+        models, no_decay, lr_multipliers: as for :func:`param_groups`; patterns are searched for in
+            the names of all modules' parameters, with and without the parts that wrappers add.
+        partial: other ranks have other modules, in which a pattern may be found.
+    """
+    if isinstance(no_decay, str):
+        raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
+    no_decay, multipliers = tuple(no_decay), dict(lr_multipliers or {})
+    _expect_finite(**{f"lr_multipliers[{k!r}]": factor for k, factor in multipliers.items()})
+    names, kinds = _names_and_kinds(models)
+    plain = [pattern for pattern in no_decay if pattern not in KINDS]
+    found = {pattern: params_matching(pattern, names) for pattern in (*plain, *multipliers)}
+    if not partial:
+        expect_found([pattern for pattern in found if not found[pattern]], chain(*names.values()))
+    chosen: dict[nn.Parameter, Choice] = {}
+    for param, own in names.items():
+        spared = bool(kinds[param] & set(no_decay)) or any(param in found[p] for p in plain)
+        factor = next((multipliers[p] for p in multipliers if param in found[p]), 1.0)
+        chosen[param] = Choice(own[0], spared, float(factor))
+    return chosen
+
+
+def in_groups(
+    params: Sequence[nn.Parameter], chosen: Mapping[nn.Parameter, Choice], lr: Any
+) -> list[dict[str, Any]]:
+    """Returns param groups with what differs from the optimizer's arguments, or one empty group."""
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for param in params:
+        _, spared, factor = chosen.get(param, _NOTHING_CHOSEN)
+        group = groups.setdefault((spared, factor), {"params": []})
+        group["params"].append(param)
+        if spared:
+            group["weight_decay"] = 0.0
+        if factor != 1.0:
+            group["lr"] = lr * factor
+    return list(groups.values()) or [{"params": []}]
+
+
+def expect_found(unfound: Sequence[str], names: Iterable[str]) -> None:
+    """Raises ValueError if there are patterns that were found in no name."""
+    if unfound:
+        known = list(names)
+        nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
+        raise ValueError(
+            f"no parameter has a name with {unfound}; the nearest names are {nearest}, and "
+            f"no_decay also knows {list(KINDS)}"
+        )
+
+
+def _expect_finite(**numbers: Any) -> None:
+    expect_numbers(**numbers)
+    for name, value in numbers.items():
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"Invalid {name}: {value}, expected a finite number of 0 or more")
+
+
 def _names_and_kinds(
-    model: nn.Module,
+    models: Sequence[nn.Module],
 ) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, set[str]]]:
     """Returns every parameter's names, beginning with named_parameters()'s, and its kinds."""
     names: dict[nn.Parameter, list[str]] = {}
     kinds: dict[nn.Parameter, set[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules = chain(*(model.named_modules(remove_duplicate=False) for model in models))
+    for prefix, module in modules:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             whole = f"{prefix}.{name}" if prefix else name
             if getattr(param, "_fsdp_flattened", False):
@@ -115,7 +169,7 @@ def _names_and_kinds(
                     f"{whole} is flattened by FullyShardedDataParallel, which hides what it is: "
                     f"shard the model with torch.distributed.fsdp.fully_shard instead"
                 )
-            names.setdefault(param, []).append(whole)
+            names.setdefault(param, []).extend(dict.fromkeys([whole, unwrapped(whole)]))
             kinds.setdefault(param, set()).update(_kinds(module, name, param))
     return names, kinds
 

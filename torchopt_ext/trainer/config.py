@@ -116,6 +116,10 @@ class Optimizer:
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1
     """Weight decay: decoupled for AdamW, added to the gradient for Adam."""
+    no_decay: list[str] = field(default_factory=list)
+    """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
+    """Factors of the learning rate by pattern of names; the first match decides."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """fused: torchopt_ext's step; foreach, for-loop: torch's step."""
     early_step_in_backward: bool = False

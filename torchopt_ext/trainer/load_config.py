@@ -121,6 +121,13 @@ def checked(kind: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError
         return [checked(inner[0], item) for item in value]
+    if origin is dict:
+        if isinstance(value, str):
+            pairs = (item.rpartition("=") for item in value.split(",") if item.strip())
+            value = {key.strip(): inner[1](number) for key, _, number in pairs}
+        if not isinstance(value, dict):
+            raise TypeError
+        return {key: checked(inner[1], item) for key, item in value.items()}
     if kind is float and type(value) is int:
         return float(value)
     if origin is Literal:
@@ -142,6 +149,8 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is list:
         return f"a list, each item {describe(inner[0])}"
+    if origin is dict:
+        return f"a table, or name=value,..., each value {describe(inner[1])}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe(one) for one in inner if one is not types.NoneType)
     return str(kind)
@@ -259,7 +268,7 @@ def _fits(kind: Any, values: list[str]) -> bool:
         return any(_fits(one, values) for one in inner)
     if origin is list and get_origin(inner[0]) is list:
         return all(_fits(inner[0], [value]) for value in values)
-    known = kind in (int, float, str, types.NoneType) or origin in (list, Literal)
+    known = kind in (int, float, str, types.NoneType) or origin in (list, dict, Literal)
     if not known:
         return True  # an extension's type, which tyro reads
     if len(values) != 1:
@@ -315,18 +324,23 @@ def _from_options(
 
 
 def _list_rule(info: Any) -> Any:
-    """Lets tyro read comma-separated lists of strings, as torchtitan's command line does."""
+    """Lets tyro read comma-separated lists and tables, as torchtitan's command line does lists."""
     tyro = import_extra("tyro", "reading a job's configuration")
-    (item,) = get_args(info.type) if get_origin(info.type) is list else (None,)
+    origin = get_origin(info.type)
+    (item, *_) = get_args(info.type) if origin in (list, dict) else (None,)
     if item is not str and get_origin(item) is not Literal:
         return None
 
+    def as_text(value: Any) -> list[str]:
+        items = [f"{k}={v}" for k, v in value.items()] if origin is dict else value
+        return [",".join(items)]
+
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="A,B,C,...",
+        metavar="A=1,B=2,..." if origin is dict else "A,B,C,...",
         instance_from_str=lambda args: checked(info.type, args[0]),
-        is_instance=lambda value: isinstance(value, list),
-        str_from_instance=lambda value: [",".join(value)],
+        is_instance=lambda value: isinstance(value, list | dict),
+        str_from_instance=as_text,
     )
 
 

@@ -14,6 +14,7 @@ from torchopt_ext import containers
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.build import (
     FUSED,
+    choice_of_params,
     common_arguments,
     fused_options,
     reject_ineffective,
@@ -21,6 +22,7 @@ from torchopt_ext.containers.build import (
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
+from torchopt_ext.optim.groups import KINDS, expect_found, params_matching
 from torchopt_ext.statedict.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -102,7 +104,11 @@ def build_optimizers(
     options = fused_options(config)
     reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
     arguments = options | common_arguments(config)
-    return ZeroOptimizersContainer(model_parts, FUSED[config.name], arguments, partition=partition)
+    return ZeroOptimizersContainer(
+        *(model_parts, FUSED[config.name], arguments),
+        partition=partition,
+        **choice_of_params(config),
+    )
 
 
 def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
@@ -147,6 +153,10 @@ def build_for_stage(
     if not named:
         raise ConfigError("no parameter of the model is trainable")
     with as_config_error():
+        patterns = {*job_config.optimizer.no_decay, *job_config.optimizer.lr_multipliers}
+        names = {param: [name] for name, param in named}
+        found = {pattern for pattern in patterns if params_matching(pattern, names)}
+        expect_found(sorted(patterns - found - {*KINDS}), dict(named))
         reject_ineffective(optimizers.defaults, [param for _, param in named])
         if is_8_bit(optimizers.defaults.get("state_dtype")):
             # A stage does not know whether a pattern is found in another stage.

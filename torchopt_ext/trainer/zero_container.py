@@ -28,6 +28,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         optimizer_cls: FusedAdam or FusedAdamW.
         optimizer_kwargs: arguments of `optimizer_cls`.
         partition: "greedy" or "balanced", as in ZeroRedundancyOptimizer.
+        **kwargs: as in OptimizersContainer.
 
     Raises:
         ValueError: There is more than one part, or ZeroRedundancyOptimizer raises it.
@@ -40,12 +41,13 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         optimizer_kwargs: dict[str, Any],
         *,
         partition: str,
+        **kwargs: Any,
     ) -> None:
         if len(model_parts) != 1:
             raise ValueError(f"ZeRO divides one model part, found {len(model_parts)}")
         sharded = {"optimizer_class": optimizer_cls, "partition": partition}
         arguments = with_fp32_moments(optimizer_kwargs, model_parts)
-        super().__init__(model_parts, ZeroRedundancyOptimizer, arguments | sharded)
+        super().__init__(model_parts, ZeroRedundancyOptimizer, arguments | sharded, **kwargs)
 
     @property
     def _zero(self) -> ZeroRedundancyOptimizer:

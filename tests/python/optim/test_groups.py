@@ -125,7 +125,7 @@ def test_multipliers_that_look_alike_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"no_decay": ("norms",)}, r"no parameter of Model has a name with \['norms'\]"),
+        ({"no_decay": ("norms",)}, r"no parameter has a name with \['norms'\]"),
         ({"lr": 1.0, "lr_multipliers": {"hed.weight": 2.0}}, r"'hed.weight': \['head.weight'"),
         ({"lr_multipliers": {"tok": 2.0}}, "needs lr="),
         ({"no_decay": ("(",)}, "is not a regular expression"),

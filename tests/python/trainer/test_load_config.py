@@ -230,6 +230,13 @@ def test_lists_stand_between_commas(tmp_path: Path, text: str, items: list[str])
     assert load_config(["--config", path]).model.converters == items
 
 
+def test_tables_of_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path, "[optimizer.lr_multipliers]\n'a,b=c' = 2\n'layers.0' = 0.5\n")
+    assert load_config(["--config", path]).optimizer.lr_multipliers == {"a,b=c": 2, "layers.0": 0.5}
+    option = ["--config", path, "--optimizer.lr_multipliers", "x=1, y=z=0.5"]
+    assert load_config(option).optimizer.lr_multipliers == {"x": 1.0, "y=z": 0.5}
+
+
 def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         load_config(["--help"])
@@ -274,6 +281,7 @@ def test_every_setting_has_a_text() -> None:
         (["--training.no_steps"], "training.steps is not a switch"),
         (["--optimizer.implementation", "best"], "expected one of 'for-loop', 'foreach', 'fused'"),
         (["--optimizer.track", "norms,all"], "each item one of 'norms', 'lost_updates', 'digest'"),
+        (["--optimizer.lr_multipliers", "x"], "is 'x', expected a table, or name=value,..."),
         (["100"], "'100' belongs to no option"),
         (["--config", "nowhere.toml"], "there is no nowhere.toml"),
         (["--job.custom_config_module", "nowhere"], "job.custom_config_module is 'nowhere'"),
@@ -294,6 +302,7 @@ def test_wrong_options(args: list[str], message: str) -> None:
         ("[training]\nsteps = '3'", "training.steps is '3' in .*, expected an integer"),
         ("[training]\nsteps = true", "training.steps is True in .*, expected an integer"),
         ("[training]\nsteps = 3.0", "training.steps is 3.0 in .*, expected an integer"),
+        ("[optimizer.lr_multipliers]\na = 'x'", "lr_multipliers is .*, each value a number"),
         ("[training]\nlocal_batch_size = 'x'", "training.local_batch_size is 'x' in"),
         ("[training]\ncompile = 1", "training.compile is 1 in .*, expected true or false"),
         ("[training]\nseed = 'x'", "training.seed is 'x' in .*, expected an integer"),

@@ -1,6 +1,7 @@
 """The optimizers of a job: which are built, and which clip."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from math import inf
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, param_groups
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.optimizers import build_for_stage, build_optimizers, clips_in_step
@@ -54,24 +55,85 @@ def test_embeddings_keep_fp32_moments(
     assert [saved[f"state.{name}.exp_avg"].dtype for name in names] == expected
 
 
-def test_a_pattern_may_be_of_another_stage() -> None:
+def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
+    """They train as the groups of param_groups do, however the job divides or updates the model."""
+    choice: dict[str, Any] = {
+        "no_decay": ["norm", "bias", "^2"],
+        "lr_multipliers": {r"^0": 0.5, r"^1.*s$": 0.1},
+    }
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 2))
+    saved: dict[str, Any] = {}
+
+    def trained(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(7) * step % 7).square().sum().backward()
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    copy = deepcopy(model)
+    groups = param_groups(copy, 0.5, lr=0.01, **choice)
+    expected = trained(copy, FusedAdamW(groups, lr=0.01, betas=(0.9, 0.95), skip_nonfinite=True))
+    for settings in (
+        {},
+        {"early_step_in_backward": True},
+        {"early_step_in_backward": True, "skip_nonfinite": False},
+        {"implementation": "foreach"},
+        {"zero": "greedy"},
+        {"zero": "balanced"},
+    ):
+        config, copy = JobConfig(), deepcopy(model)
+        config.training.max_norm = inf if "skip_nonfinite" in settings else 1e9
+        config.parallelism.zero = settings.pop("zero", "none")
+        vars(config.optimizer).update(settings, lr=0.01, weight_decay=0.5, **choice)
+        container = build_optimizers([copy], config)
+        for weight, wanted in zip(trained(copy, container), expected, strict=True):
+            torch.testing.assert_close(weight, wanted, rtol=0, atol=2e-7)
+        if not saved:
+            saved = container.state_dict()
+        container.load_state_dict(deepcopy(saved))
+        lrs = {group["lr"] for group in container.param_groups}
+        assert lrs == {0.01, 0.005, 0.001}
+    assert saved["param_groups.0.weight.lr"] == 0.005
+    assert saved["param_groups.2.weight.weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"state_dtype": "int8", "fp32_moments": ["tok"]},
+        {"no_decay": ["norm", "tok"]},
+        {"lr_multipliers": {"tok": 2.0}},
+    ],
+)
+def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: None) -> None:
     config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
-    config.optimizer.state_dtype, config.optimizer.fp32_moments = "int8", ["tok"]
-    with pytest.raises(ValueError, match="no parameter has a name with 'tok'"):
+    vars(config.optimizer).update(setting)
+    with pytest.raises(ValueError, match=r"no parameter has a name with \[?'tok'"):
         build_optimizers([part], config)
     config.parallelism.pipeline_parallel_degree = 2
-    build_optimizers([part], config)
+    build = partial(build_optimizers, [part], config)
+    build()
+    message = r"no parameter has a name with .*'tok'.* \['0\.weight', '0\.bias'\]"
+    with pytest.raises(ConfigError, match=message):
+        build_for_stage(build, config, dist.group.WORLD)
 
 
-@pytest.mark.parametrize(("pattern", "fits"), [("^0", True), ("embedding", True), ("tok", False)])
-def test_a_pattern_is_of_one_of_the_stages(pattern: str, fits: bool, one_rank: None) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"state_dtype": "int8", "fp32_moments": ["^0"]},
+        {"state_dtype": "int8", "fp32_moments": ["embedding"]},
+        {"no_decay": ["embedding", "^0"], "lr_multipliers": {"weight": 0.5}},
+    ],
+)
+def test_a_pattern_of_one_of_the_stages(setting: dict[str, Any], one_rank: None) -> None:
     config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
-    config.optimizer.state_dtype, config.optimizer.fp32_moments = "int8", [pattern]
+    vars(config.optimizer).update(setting)
     config.parallelism.pipeline_parallel_degree = 2
     build = partial(build_optimizers, [part], config)
-    message = r"no parameter has a name with 'tok'; .* \['0\.weight', '0\.bias'\]"
-    with nullcontext() if fits else pytest.raises(ConfigError, match=message):
-        build_for_stage(build, config, dist.group.WORLD)
+    build_for_stage(build, config, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
