@@ -39,7 +39,6 @@ from torchopt_ext.zero import (
 BF16 = torch.bfloat16
 STEPS = 7
 LBFGS: dict[str, Any] = {"lr": 0.1, "max_iter": 5}
-IDLE = 2  # backward passes until DDP has its final buckets
 
 
 def small_model() -> nn.Sequential:
@@ -62,13 +61,18 @@ def overlap(
     shard_buckets: bool,
     group: Any = None,
     schedule: bool = False,
+    find_unused: bool = False,
     **defaults: Any,
 ) -> None:
     """The weights equal bitwise DDP with the plain optimizer, also under a schedule."""
+    idle = 1 if find_unused else 2  # backward passes until DDP's final buckets are known
     group = dist.group.WORLD if group is None else group
     models = [small_model() for _ in range(2)]
     ddp, plain_ddp = (
-        DistributedDataParallel(m, process_group=group, bucket_cap_mb=0.0004) for m in models
+        DistributedDataParallel(
+            m, process_group=group, bucket_cap_mb=0.0004, find_unused_parameters=find_unused
+        )
+        for m in models
     )
     zero = zero_over(ddp.parameters(), kind, process_group=group, overlap_with_ddp=True, **defaults)
     zero.step()
@@ -80,7 +84,11 @@ def overlap(
 
     def average(state: Any, bucket: Any) -> Any:
         seen.add(bucket.index())
-        return allreduce_hook(state, bucket)
+        if not find_unused:
+            return allreduce_hook(state, bucket)
+        own = bucket.buffer() / dist.get_world_size(group)  # not reduced in place
+        work: Any = dist.all_reduce(own, group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
     wrap = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
     ddp.register_comm_hook(group, wrap(average, ddp, zero, shard_buckets=shard_buckets))
@@ -92,7 +100,7 @@ def overlap(
         for model, optimizer in ((ddp, zero), (plain_ddp, plain)):
             optimizer.zero_grad()
             model(data_of(step)).square().mean().backward()
-            if optimizer is zero or step >= IDLE:
+            if optimizer is zero or step >= idle:
                 optimizer.step()
         for scheduler in schedules:
             scheduler.step()
@@ -276,7 +284,7 @@ def cases_of_two() -> Cases:
         for interleaved in (False, True):
             for schedule in (False, True):
                 how = ", interleaved" * interleaved + ", schedule" * schedule
-                case = partial(overlap, kind, interleaved, True, schedule=schedule)
+                case = partial(overlap, kind, interleaved, True, None, schedule, schedule)
                 found[f"overlap {kind}{how}"] = case
     for name, options in PARTITIONS.items():
         found[f"random rounding {name}"] = partial(random_rounding, **options)

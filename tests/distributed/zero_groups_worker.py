@@ -130,6 +130,28 @@ def other_orders() -> None:
     assert max(map(off, both, twins)) <= ROUNDING
 
 
+def dropped_on_even_ranks() -> None:
+    """Odd ranks still hold an older optimizer. DDP communicates in the same group in backward."""
+    older = [adam(layers(1).parameters(), **SHARDED)]
+    if dist.get_rank() % 2 == 0:
+        older.clear()
+        gc.collect()
+    model, twin = layers(3), layers(3)
+    zero, plain = adam(model.parameters(), **BALANCED), FusedAdamW(twin.parameters(), lr=1e-2)
+    ddp = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(None, reduce_scatter_hook(zero))
+    for _ in range(3):
+        for each, optimizer in ((ddp, zero), (twin, plain)):
+            each(torch.ones(2, 70)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not zero.parts.reducer.early or not older
+        older.clear()
+        gc.collect()
+    assert zero.parts.reducer.early
+    assert off(model, twin) <= ROUNDING
+
+
 def unfrozen(change: str) -> None:
     """Unfreezes a layer, with a group added after its backward or with two steps for one."""
     model, twin, extras = layers(2), layers(2), [nn.Parameter(torch.zeros(5)) for _ in range(2)]
@@ -267,6 +289,25 @@ def left_out() -> None:
         train()
 
 
+def ended_early() -> None:
+    """All ranks raise in a Join context that rank 0's lack of data ends, and go on after it."""
+    model = layers(1)
+    zero = adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 70)).sum().backward()
+        zero.step()
+
+    def train() -> None:
+        with Join([zero], throw_on_early_termination=True):
+            for _ in range(dist.get_rank() + 1):
+                step()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
+    step()
+
+
 def sharded_join() -> None:
     with pytest.raises(RuntimeError, match="use DDP, with reduce_scatter_hook"):
         Join([adam(layers(1).parameters(), **SHARDED)])
@@ -279,6 +320,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "nested": lambda: in_segments(nested, 7),
         "nested, unused": lambda: in_segments(nested, 5),
         "other orders": other_orders,
+        "dropped on even ranks": dropped_on_even_ranks,
         "unfrozen, group": lambda: unfrozen("group"),
         "unfrozen, two steps": lambda: unfrozen("two steps"),
         "worlds": worlds,
@@ -292,6 +334,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "uneven scaled by torch": lambda: uneven(scaler=torch.amp.GradScaler, **BALANCED),
         "uneven scaled hook": lambda: uneven(scaler=GradScaler, hook=True, **BALANCED),
         "left out": left_out,
+        "ended early": ended_early,
         "sharded join": sharded_join,
     }
 

@@ -15,7 +15,8 @@ class BackwardPasses:
 
     All ranks start a group's collectives in the same order: that in which reducers were built.
     Ranks may use different parameters and complete the buckets of several reducers in different
-    orders, so reducers wait for the end of the pass. Only the first of them may start earlier.
+    orders, so reducers wait for the end of the pass. Only the first of them may start earlier, once
+    all ranks know it as the first: they may drop an earlier reducer at different times.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, "BackwardPasses"]] = weakref.WeakKeyDictionary()
@@ -35,8 +36,13 @@ class BackwardPasses:
     def add(self, reducer: Any) -> None:
         """Gives a reducer the next number."""
         reducer.number = self._count
+        reducer.early = self._count == 0
         self._count += 1
         self._reducers.add(reducer)
+
+    def is_first(self, reducer: Any) -> bool:
+        """Returns whether this rank holds no earlier reducer."""
+        return reducer.number == min(other.number for other in self._reducers)
 
     def enter(self, reducer: Any) -> bool:
         """Records a gradient. Returns whether it is the reducer's first in this pass."""
@@ -48,9 +54,6 @@ class BackwardPasses:
             self._call_at_end_of(task)
         if reducer in self._members:
             return False
-        # Ranks may drop an earlier reducer at different times, which changes no order: with the
-        # earlier reducer gone, this one's collectives are the first in any case.
-        reducer.early = reducer.number == min(other.number for other in self._reducers)
         self._members.add(reducer)
         return True
 

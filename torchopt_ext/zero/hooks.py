@@ -33,7 +33,8 @@ def hook_with_zero_step(
     """Wraps ``hook`` so that the optimizer steps in backward, after the last bucket's gradients.
 
     The step overlaps with gradient reductions that are still under way. The first two backward
-    passes (three with a static graph) do not step: DDP has not decided on its buckets yet.
+    passes (one with ``find_unused_parameters``, three with a static graph) do not step: DDP's
+    final buckets are not known yet.
 
     Args:
         hook: a DDP communication hook that averages a bucket's gradients.
@@ -95,7 +96,9 @@ def _prepared(
     info = zero._overlap_info
     if info.status == OverlapStatus.INITIALIZED:
         return True
-    if ddp is None or not has_final_buckets(ddp):
+    # With find_unused_parameters DDP keeps its first buckets.
+    keeps = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
+    if ddp is None or not (keeps or has_final_buckets(ddp)):
         return False
     if bucket.index() == 0 and info.params_per_bucket:
         zero._init_zero_for_overlap()
@@ -108,10 +111,13 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
     """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
     index, info = bucket.index(), zero._overlap_info
     with collective(f"reducing the gradients of bucket {index}"):
-        future.wait()
+        result: Any = future.wait()
     assigned = zero._bucket_assignments_per_rank
     mine = assigned[zero.rank].get(index)
     if mine is not None:
+        reduced = result[0] if isinstance(result, list) else result
+        if reduced.data_ptr() != bucket.buffer().data_ptr():  # the hook has not reduced in place
+            bucket.buffer().copy_(reduced)
         gradients: list[Tensor | None] = [None] * len(info.params_per_rank[zero.rank])
         first, count = info.offsets[index], len(mine.parameters)
         gradients[first : first + count] = bucket_gradients(bucket)[

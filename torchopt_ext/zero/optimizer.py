@@ -246,6 +246,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
             return None
+        self._notify_join()  # raises on all ranks, if the Join context is to end early
         context, agreement = self._context, Agreement()
         fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:
@@ -270,7 +271,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         **kwargs: Any,
     ) -> Any:
         """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
-        self._notify_join()
         self._consolidated = None
         self._notice_trainability()
         local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)

@@ -37,7 +37,7 @@ class Reducer:
         bucket_of: the bucket of each parameter.
         unfrozen: parameters whose first gradient may have come before their hook.
         number: the reducer's place among the group's reducers, the same on all ranks.
-        early: it starts reductions before the pass ends.
+        early: it starts reductions before the pass ends, on all ranks.
         stepped: a step has used the current gradients.
         wrong: an error message about a gradient, which :meth:`finish` raises.
         squares: measures reduced gradients, if the local optimizer has ``norm_in_backward``.
@@ -258,18 +258,25 @@ class Reducer:
                         self.squares.mark(part.tensor, gradient)
 
     def _used_on_any_rank(self) -> set[Tensor]:
-        """Returns parameters that any rank used since zero_grad; empty if this rank used all."""
+        """Returns parameters that any rank used since zero_grad; empty if this rank used all.
+
+        Ranks also agree on whether the reducer may start early, from the next pass on.
+        """
         params = list(self.bucket_of)
-        if self.ranks.size == 1 or not params:
+        first = self.passes.is_first(self)
+        if self.ranks.size == 1:
+            self.early = first
             return set()
-        seen = torch.tensor([p in self._present for p in params], dtype=torch.int32)
+        seen = torch.tensor([not first, *(p in self._present for p in params)], dtype=torch.int32)
         complete = all(p in self._present or not p.requires_grad for p in params)
         seen = seen.to(comm_device(self.ranks.group))
         with collective("agreeing on which parameters have gradients", self.ranks.timeout):
             run(dist.all_reduce, seen, dist.ReduceOp.MAX, group=self.ranks.group)
-        if complete:  # the answer is known without waiting for the device
+        if complete and (self.early or not first):  # known without waiting for the device
             return set()
-        return {p for p, here in zip(params, seen.tolist(), strict=True) if here}
+        waits, *used = seen.tolist()
+        self.early = not waits
+        return {p for p, here in zip(params, used, strict=True) if here}
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
