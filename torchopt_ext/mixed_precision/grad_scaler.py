@@ -22,10 +22,7 @@ from torchopt_ext.optim.loss_scale import (
     scale_settings,
 )
 
-_SAVED = (
-    "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
-    "_hysteresis_tracker",
-)  # fmt: skip
+_SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -213,17 +210,19 @@ class GradScaler(torch.amp.GradScaler):
         """Loads a state dict of this class or of torch.amp.GradScaler.
 
         Raises:
-            TypeError, ValueError: a value is not a number, or ``scale`` is not a valid scale.
-                Nothing is changed.
+            KeyError, TypeError, ValueError: a value is missing or not a number, or ``scale`` is not
+                a valid scale. Nothing is changed.
         """
+        overflows = state_dict.get("_hysteresis_tracker", 0)
         if self._enabled and state_dict:
-            expect_numbers(**{name: state_dict[name] for name in _SAVED if name in state_dict})
+            expect_numbers(**{name: state_dict[name] for name in _SAVED})
+            expect_numbers(_hysteresis_tracker=overflows)
             if not is_scale(float(state_dict["scale"])):
                 raise ValueError(
                     f"scale is {state_dict['scale']!r}, expected a positive and finite float32"
                 )
         super().load_state_dict(state_dict)
-        self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", 0))
+        self._init_hysteresis_tracker = int(overflows)
         if self._loss_scale is not None:
             self._loss_scale.field("hysteresis_tracker").fill_(self._init_hysteresis_tracker)
 

@@ -232,6 +232,9 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
         params = params_of(*optimizers)
         if not params:
             continue
+        own = {*part.parameters()}
+        if foreign := [tuple(param.shape) for param in params if param not in own]:
+            raise ValueError(f"parameters of shapes {foreign} are not in {type(part).__name__}")
         for optimizer in optimizers:
             init_state(optimizer)
             if not optimizer.state:

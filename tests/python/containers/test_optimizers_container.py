@@ -252,6 +252,8 @@ def test_add_param_group_is_left_to_the_inner_optimizers(choice, parts):
         container.add_param_group({"params": [extra]})
     container.optimizers[1].add_param_group({"params": [extra], "lr": 0.25})
     assert [group["lr"] for group in container.param_groups] == [1e-2, 1e-2, 0.25]
+    with pytest.raises(ValueError, match=r"parameters of shapes \[\(3,\)\] are not in "):
+        container.state_dict()  # it has no name
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
