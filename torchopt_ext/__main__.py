@@ -70,6 +70,9 @@ def _run(name: str, args: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"torchopt_ext: there is no command {name}: {hint}", file=sys.stderr)
         return 2
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
+            sys.path.insert(0, os.getcwd())
     code: int = importlib.import_module(COMMANDS[name][0]).main(args)
     return code
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import re
 import struct
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,8 +170,6 @@ def from_function(text: str) -> list[Entry]:
     where, _, name = text.partition(":")
     if not where or not name:
         raise CommandError(f"--model is {text!r}, expected MODULE:FUNCTION")
-    if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
-        sys.path.insert(0, os.getcwd())
     fails = "cannot be imported"
     try:
         build = getattr(importlib.import_module(where), name)

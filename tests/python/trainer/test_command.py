@@ -79,6 +79,18 @@ def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
     assert trainer.calls == [("build", 7), ("train",), ("close",), ("destroy",)]
 
 
+def test_modules_are_found_in_the_current_folder(
+    trainer: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command `torchopt-ext` starts without the current folder in the path."""
+    (tmp_path / "own_settings.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass JobConfig:\n    own: int = 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["train", "--job.custom_config_module=own_settings", "--own=2"]) == 0
+
+
 def test_the_trainer_is_gone_before_the_process_group(
     trainer: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
