@@ -383,7 +383,7 @@ def test_moments_that_changed_roles_in_place_are_noticed(count: int) -> None:
     entry.clear()
     entry["step"], entry["exp_avg_sq"], entry["exp_avg"] = step, first.abs_(), second
     set_gradients(params, seed=1)
-    assert_steps_as_a_fresh_one(optimizer)
+    assert_steps_as_a_fresh_one(optimizer, steps=1)
 
 
 def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
@@ -396,7 +396,7 @@ def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
     set_gradients(params)
     optimizer.step()
     assert all(optimizer.state[param]["step"].item() == 1.0 for param in params)
-    assert_steps_as_a_fresh_one(optimizer)
+    assert_steps_as_a_fresh_one(optimizer, steps=1)
 
 
 def test_a_swapped_learning_rate() -> None:
