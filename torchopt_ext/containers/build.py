@@ -1,5 +1,6 @@
 """build_optimizers: builds a container from a configuration like torchtitan's up to 0.2."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, overload
@@ -14,6 +15,9 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
+from torchopt_ext.optim.storage import SIXTEEN_BIT
+
+logger = logging.getLogger(__name__)
 
 FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -108,6 +112,7 @@ def build_optimizers(
         )
     if not partial:  # otherwise an option may have an effect on another stage
         reject_ineffective(options, params)
+    warn_of_lost_updates(options, params)
     options |= common_arguments(config) | {"fused": fused}
     options["foreach"] = config.implementation == "foreach"
     backwards = getattr(config, "backwards_per_step", 1)
@@ -245,6 +250,18 @@ def ineffective_on(options: Mapping[str, Any], dtypes: Collection[torch.dtype]) 
             f"stochastic_rounding has no effect: {found}, and nothing else is rounded to bfloat16"
         )
     return messages
+
+
+def warn_of_lost_updates(options: Mapping[str, Any], params: Iterable[nn.Parameter]) -> None:
+    """Logs a warning if 16-bit weights are rounded to nearest, which loses small updates."""
+    dtypes = {param.dtype for param in params if param.requires_grad}
+    lossy = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes.intersection(SIXTEEN_BIT))
+    if lossy and not options.get("master_weights") and not options.get("stochastic_rounding"):
+        logger.warning(
+            "Parameters are %s, without master weights or stochastic rounding: updates that are "
+            "small beside a weight are lost. Set optimizer.master_weights (docs/step.md).",
+            " and ".join(lossy),
+        )
 
 
 def reject_unclipped_write_back(options: Mapping[str, Any], *, deferred: bool) -> None:

@@ -221,7 +221,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
         run_hooks(self, "state_dict_pre")
-        packed = flat.get_state_dict(self._parts(), self._parameter_names())
+        packed = flat.get_state_dict(self.optimizers, self._parameter_names())
         return run_hooks(self, "state_dict_post", packed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
         hooked = run_hooks(self, "load_state_dict_pre", dict(state_dict))
-        load_checked = flat.prepare_load(self._parts(), hooked, self._parameter_names())
+        load_checked = flat.prepare_load(self.optimizers, hooked, self._parameter_names())
 
         def load() -> None:
             load_checked()
@@ -269,12 +269,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             return
         owner = {p: o for o in fused for p in params_of(o)}
         named = [(fqn, param) for param, fqn in self._parameter_names().items()]
-        weight_of = dict(
-            read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
-        )
+        pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         for optimizer in fused:
-            own = [p for p in params_of(optimizer) if p in weight_of]
-            optimizer.set_weights_and_state((p, weight_of[p]) for p in own)
+            optimizer.set_weights_and_state(pair for pair in pairs if owner[pair[0]] is optimizer)
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""

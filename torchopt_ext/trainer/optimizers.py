@@ -18,6 +18,7 @@ from torchopt_ext.containers.build import (
     common_arguments,
     fused_options,
     reject_ineffective,
+    warn_of_lost_updates,
 )
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, fail_together
@@ -102,7 +103,9 @@ def build_optimizers(
     if ft_manager is not None and ft_manager.enabled:
         raise ConfigError("parallelism.zero divides the state among ranks that may not come and go")
     options = fused_options(config)
-    reject_ineffective(options, [p for part in model_parts for p in part.parameters()])
+    params = [param for part in model_parts for param in part.parameters()]
+    reject_ineffective(options, params)
+    warn_of_lost_updates(options, params)
     arguments = options | common_arguments(config)
     return ZeroOptimizersContainer(
         *(model_parts, FUSED[config.name], arguments),

@@ -56,7 +56,9 @@ def build_cross_entropy_loss(job_config: JobConfig) -> LossFunction:
 
 @dataclass
 class TrainSpec:
-    """A model, and the functions that build everything around it. The fields are torchtitan's.
+    """A model, and the functions that build everything around it.
+
+    The fields are those of torchtitan in April 2025.
 
     Attributes:
         name: `model.name` of the job.
@@ -71,7 +73,8 @@ class TrainSpec:
             iterable of ({"input": int64 [batch, seq_len]}, labels int64 [batch, seq_len]).
         build_tokenizer_fn: maps (job_config) to the tokenizer; None: no tokenizer.
         build_loss_fn: maps (job_config) to a LossFunction.
-        build_metrics_processor_fn: maps (job_config, parallel_dims) to a processor; None: ours.
+        build_metrics_processor_fn: maps (job_config, parallel_dims) to a MetricsProcessor, or an
+            object with its methods; `log` also takes `extra_metrics`. None: ours.
     """
 
     name: str

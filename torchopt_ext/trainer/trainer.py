@@ -365,7 +365,7 @@ class Trainer(Stateful):
         }
         if not self._steps_in_backward:
             more["time_metrics/optimizer(s)"] = seconds
-        self.metrics_processor.log(self.step, mean, largest, more)
+        self.metrics_processor.log(self.step, mean, largest, extra_metrics=more)
 
     # ---- the loop -------------------------------------------------------------------------------
 

@@ -295,6 +295,22 @@ def test_rounding_of_parameters_with_masters(model, master):
 # Ways to call it
 
 
+@pytest.mark.parametrize(
+    ("dtype", "setting", "warns"),
+    [
+        (torch.bfloat16, {}, True),
+        (torch.float16, {"implementation": "foreach"}, True),
+        (torch.bfloat16, {"master_weights": "remainder"}, False),
+        (torch.bfloat16, {"stochastic_rounding": True}, False),
+        (torch.float32, {}, False),
+    ],
+)
+def test_weights_that_lose_updates_are_named(parts, caplog, dtype, setting, warns):
+    first_generation([part.to(dtype) for part in parts], **setting)
+    named = f"Parameters are {str(dtype)[6:]}, without master weights or stochastic rounding"
+    assert (named in caplog.text) is warns
+
+
 def test_every_way_to_pass_the_arguments(parts):
     job_config = SimpleNamespace(optimizer=section(lr=0.5), parallelism=None)
     dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
