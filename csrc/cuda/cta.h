@@ -1,7 +1,6 @@
-// A block of CUDA threads and its warps as the kernel bodies see them: on the GPU (DeviceCta,
-// DeviceWarp), and on the host as loops over threads (HostCta, HostWarp). A body is a sequence of
-// phases: every thread finishes a phase before any thread starts the next. The host can therefore
-// run the GPU's code and must give the same bits.
+// A block of CUDA threads and its warps as the kernel bodies see them. A body is a sequence of
+// phases: every thread finishes a phase before any thread starts the next. Loops over threads
+// (tests/cpp/host_cta.h) can therefore run a body on the host and must give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -14,103 +13,10 @@ namespace torchopt_ext {
 
 inline constexpr int kWarpThreads = 32;
 
-// The 32 threads of a warp. All finish a call of each() before the next begins. A PerThread holds a
-// value for each thread.
-struct HostWarp {
-  template <class T>
-  struct PerThread {
-    T value[kWarpThreads];
-    T& operator[](int thread) { return value[thread]; }
-  };
-  template <class F>
-  void each(const F& f) const {
-    for (int thread = 0; thread < kWarpThreads; ++thread) {
-      f(thread);
-    }
-  }
-  // Runs f for one thread after another, so that threads may write to the same memory.
-  template <class F>
-  void in_turn(const F& f) const {
-    each(f);
-  }
-  template <class F>
-  void leader(const F& f) const {
-    f();
-  }
-  // For each pair of threads whose numbers differ in bit `distance`: both values become their sum.
-  template <class T>
-  void fold(PerThread<T>& values, int distance) const {
-    for (int thread = 0; thread < kWarpThreads; ++thread) {
-      if ((thread & distance) == 0) {
-        values[thread] = values[thread + distance] += values[thread];
-      }
-    }
-  }
-  // For each such pair: the lower thread's `a` becomes the sum of both `a`, the upper thread's `a`
-  // the sum of both `b`. The two threads share the work.
-  template <class T>
-  void fold_pair(PerThread<T>& a, const PerThread<T>& b, int distance) const {
-    for (int thread = 0; thread < kWarpThreads; ++thread) {
-      if ((thread & distance) == 0) {
-        a[thread] += a[thread + distance];
-        a[thread + distance] = b.value[thread] + b.value[thread + distance];
-      }
-    }
-  }
-  // For each such pair: swaps the lower thread's `b` and the upper thread's `a`.
-  void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
-    for (int thread = 0; thread < kWarpThreads; ++thread) {
-      if ((thread & distance) == 0) {
-        const uint32_t kept = b[thread];
-        b[thread] = a[thread + distance];
-        a[thread + distance] = kept;
-      }
-    }
-  }
-  // Gives each thread the value of the thread before, and the first thread 0.
-  void shift(PerThread<int64_t>& values) const {
-    for (int thread = kWarpThreads - 1; thread > 0; --thread) {
-      values[thread] = values[thread - 1];
-    }
-    values[0] = 0;
-  }
-  // Gives each thread the largest value in its group of `count` neighboring threads.
-  static void max_of_neighbors(PerThread<uint32_t>& values, int count) {
-    for (int first = 0; first < kWarpThreads; first += count) {
-      uint32_t most = 0;
-      for (int thread = first; thread < first + count; ++thread) {
-        most = values[thread] > most ? values[thread] : most;
-      }
-      for (int thread = first; thread < first + count; ++thread) {
-        values[thread] = most;
-      }
-    }
-  }
-};
-
-// Block `block` of a grid of `blocks`.
-struct HostCta {
-  int64_t block;
-  int64_t blocks;
-  int threads;
-
-  template <class F>
-  void each(const F& f) const {
-    for (int thread = 0; thread < threads; ++thread) {
-      f(thread);
-    }
-  }
-  template <class F>
-  void each_warp(const F& f) const {
-    for (int warp = 0; warp < threads / kWarpThreads; ++warp) {
-      f(warp, HostWarp{});
-    }
-  }
-  static void add(int64_t* where, int64_t change) { *where += change; }
-};
-
 #ifdef __CUDACC__
 
+// The 32 threads of a warp. All finish a call of each() before the next begins. A PerThread holds a
+// value for each thread.
 struct DeviceWarp {
   static constexpr unsigned kAll = 0xffffffffu;
 
@@ -125,6 +31,7 @@ struct DeviceWarp {
     f(thread());
     __syncwarp();
   }
+  // Runs f for one thread after another, so that threads may write to the same memory.
   template <class F>
   __device__ void in_turn(const F& f) const {
     for (int turn = 0; turn < kWarpThreads; ++turn) {
@@ -141,25 +48,31 @@ struct DeviceWarp {
     }
     __syncwarp();
   }
+  // For each pair of threads whose numbers differ in bit `distance`: both values become their sum.
   template <class T>
   __device__ void fold(PerThread<T>& values, int distance) const {
     values.value += __shfl_xor_sync(kAll, values.value, distance);
   }
+  // For each such pair: the lower thread's `a` becomes the sum of both `a`, the upper thread's `a`
+  // the sum of both `b`. The two threads share the work.
   template <class T>
   __device__ void fold_pair(PerThread<T>& a, const PerThread<T>& b, int distance) const {
     const bool upper = (thread() & distance) != 0;
     const T other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
     a.value = (upper ? b.value : a.value) + other;
   }
+  // For each such pair: swaps the lower thread's `b` and the upper thread's `a`.
   __device__ void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
     const bool upper = (thread() & distance) != 0;
     const uint32_t other = __shfl_xor_sync(kAll, upper ? a.value : b.value, distance);
     (upper ? a : b).value = other;
   }
+  // Gives each thread the value of the thread before, and the first thread 0.
   __device__ void shift(PerThread<int64_t>& values) const {
     const int64_t before = __shfl_up_sync(kAll, values.value, 1);
     values.value = thread() == 0 ? 0 : before;
   }
+  // Gives each thread the largest value in its group of `count` neighboring threads.
   __device__ static void max_of_neighbors(PerThread<uint32_t>& values, int count) {
     for (int distance = count / 2; distance > 0; distance /= 2) {
       const uint32_t other = __shfl_xor_sync(kAll, values.value, distance);
@@ -168,6 +81,7 @@ struct DeviceWarp {
   }
 };
 
+// Block `block` of a grid of `blocks`.
 struct DeviceCta {
   int64_t block = blockIdx.x;
   int64_t blocks = gridDim.x;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/control.h"
+#include "host_cta.h"
 
 namespace torchopt_ext {
 namespace {

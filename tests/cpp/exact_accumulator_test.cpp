@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/control.h"
+#include "host_cta.h"
 
 namespace torchopt_ext {
 namespace {

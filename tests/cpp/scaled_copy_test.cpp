@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/copy.h"
+#include "host_cta.h"
 #include "support.h"
 
 namespace torchopt_ext {

@@ -9,6 +9,7 @@
 
 #include "cpu/adam_traced.h"
 #include "cuda/adam_traced.h"
+#include "host_cta.h"
 #include "kernels/adam.h"
 #include "kernels/trace.h"
 #include "support.h"

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "cuda/norm.h"
+#include "host_cta.h"
 #include "support.h"
 #include "work/work_list.h"
 

@@ -1,0 +1,96 @@
+// The block of threads and the warp of cuda/cta.h as loops over threads, which run the bodies of
+// CUDA kernels on the host.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/cta.h"
+
+namespace torchopt_ext {
+
+struct HostWarp {
+  template <class T>
+  struct PerThread {
+    T value[kWarpThreads];
+    T& operator[](int thread) { return value[thread]; }
+  };
+  template <class F>
+  void each(const F& f) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      f(thread);
+    }
+  }
+  template <class F>
+  void in_turn(const F& f) const {
+    each(f);
+  }
+  template <class F>
+  void leader(const F& f) const {
+    f();
+  }
+  template <class T>
+  void fold(PerThread<T>& values, int distance) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        values[thread] = values[thread + distance] += values[thread];
+      }
+    }
+  }
+  template <class T>
+  void fold_pair(PerThread<T>& a, const PerThread<T>& b, int distance) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        a[thread] += a[thread + distance];
+        a[thread + distance] = b.value[thread] + b.value[thread + distance];
+      }
+    }
+  }
+  void exchange(PerThread<uint32_t>& a, PerThread<uint32_t>& b, int distance) const {
+    for (int thread = 0; thread < kWarpThreads; ++thread) {
+      if ((thread & distance) == 0) {
+        const uint32_t kept = b[thread];
+        b[thread] = a[thread + distance];
+        a[thread + distance] = kept;
+      }
+    }
+  }
+  void shift(PerThread<int64_t>& values) const {
+    for (int thread = kWarpThreads - 1; thread > 0; --thread) {
+      values[thread] = values[thread - 1];
+    }
+    values[0] = 0;
+  }
+  static void max_of_neighbors(PerThread<uint32_t>& values, int count) {
+    for (int first = 0; first < kWarpThreads; first += count) {
+      uint32_t most = 0;
+      for (int thread = first; thread < first + count; ++thread) {
+        most = values[thread] > most ? values[thread] : most;
+      }
+      for (int thread = first; thread < first + count; ++thread) {
+        values[thread] = most;
+      }
+    }
+  }
+};
+
+struct HostCta {
+  int64_t block;
+  int64_t blocks;
+  int threads;
+
+  template <class F>
+  void each(const F& f) const {
+    for (int thread = 0; thread < threads; ++thread) {
+      f(thread);
+    }
+  }
+  template <class F>
+  void each_warp(const F& f) const {
+    for (int warp = 0; warp < threads / kWarpThreads; ++warp) {
+      f(warp, HostWarp{});
+    }
+  }
+  static void add(int64_t* where, int64_t change) { *where += change; }
+};
+
+}  // namespace torchopt_ext
