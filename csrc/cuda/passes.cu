@@ -1,7 +1,22 @@
+// The kernels of every pass except pass B (adam.cu, adam_traced.cu), and their launchers.
+#include <algorithm>
+
 #include "cuda/control.h"
+#include "cuda/copy.h"
+#include "cuda/norm.h"
 
 namespace torchopt_ext {
 namespace {
+
+// Blocks on a multiprocessor: three have 48 KB of loads in flight, twice what keeps memory busy.
+constexpr int kBlocksPerMultiprocessor = 3;
+
+template <int kTensors>
+__global__ void __launch_bounds__(kNormThreads, kBlocksPerMultiprocessor)
+    norm_kernel(NormArgs args, const __grid_constant__ GradientsOf<kTensors> gradients) {
+  __shared__ NormShared shared;
+  norm_body(DeviceCta{}, shared, args, gradients);
+}
 
 __global__ void __launch_bounds__(kWarpThreads) normalize_kernel(int64_t* accumulator) {
   normalize_body(DeviceWarp{}, accumulator);
@@ -34,7 +49,23 @@ __global__ void lr_factor_kernel(Schedule schedule, const int64_t* steps, double
   }
 }
 
+__global__ void __launch_bounds__(kCopyThreads, 5) copy_kernel(CopyArgs args) {
+  copy_body(DeviceCta{}, args);
+}
+
 }  // namespace
+
+// Launches at most as many blocks as the device runs at once, because each block ends with atomics.
+template <int kTensors>
+void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int multiprocessors,
+                 cudaStream_t stream) {
+  const int64_t blocks = (args.chunk_count + kNormWarps - 1) / kNormWarps;
+  const auto grid = static_cast<unsigned>(
+      std::min<int64_t>(blocks, int64_t{kBlocksPerMultiprocessor} * multiprocessors));
+  norm_kernel<<<grid, kNormThreads, 0, stream>>>(args, gradients);
+}
+template void launch_norm(const NormArgs&, const Gradients&, int, cudaStream_t);
+template void launch_norm(const NormArgs&, const FewGradients&, int, cudaStream_t);
 
 void launch_normalize(int64_t* accumulator, cudaStream_t stream) {
   normalize_kernel<<<1, kWarpThreads, 0, stream>>>(accumulator);
@@ -60,6 +91,10 @@ void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* fa
   constexpr int kThreads = 256;
   const auto grid = static_cast<unsigned>((n + kThreads - 1) / kThreads);
   lr_factor_kernel<<<grid, kThreads, 0, stream>>>(schedule, steps, factors, n);
+}
+
+void launch_copy(const CopyArgs& args, int64_t chunk_count, cudaStream_t stream) {
+  copy_kernel<<<static_cast<unsigned>(chunk_count), kCopyThreads, 0, stream>>>(args);
 }
 
 }  // namespace torchopt_ext
