@@ -132,13 +132,11 @@ struct AdamChunk {
         scalars(scalars_in<T>(args.steps[chunk.tensor].scalars)),
         begin(chunk.begin),
         n(chunk.count) {
-    const auto point = [&](int array, void* memory) {
-      x[array] = memory == nullptr
-                     ? memory
-                     : static_cast<char*>(memory) + begin * element_size(work.layout, array);
-    };
-    unrolled<kElementArrays>([&](int array) { point(array, work.memory[array]); });
-    point(kGrad, args.steps[chunk.tensor].grad);
+    unrolled<kElementArrays>([&](int array) {
+      x[array] = work.memory[array] == nullptr ? nullptr : element(work, array, begin);
+    });
+    x[kGrad] = static_cast<char*>(args.steps[chunk.tensor].grad) +
+               begin * element_size(work.layout, kGrad);
   }
 
   template <class L>

@@ -52,7 +52,7 @@ struct QuantizedChunk {
       kept = {Share::set1(0.0f), Share::set1(0.0f)};
       const int group = first + thread / kGroupThreads;
       if (group < end) {
-        const GroupScales scales{exp_avg_scales[group], root_scales[group]};
+        const PerMoment<float> scales{exp_avg_scales[group], root_scales[group]};
         const bool random = weight_may_round_randomly(elements.layout);
         for_each_part(
             group, thread, random,
@@ -110,7 +110,7 @@ struct QuantizedChunk {
  private:
   // Stores the weights of elements [i, i + L::width) and returns their moments.
   template <class L, class Random>
-  TORCHOPT_HD Moments<L> update_weights(int i, const GroupScales& scales,
+  TORCHOPT_HD Moments<L> update_weights(int i, const PerMoment<float>& scales,
                                         const Random* draws) const {
     using Scalar = ScalarLane<float>;
     const QuantizedFactors<L> factors{scalars};

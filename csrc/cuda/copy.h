@@ -28,8 +28,7 @@ TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const
                                    T factor) {
   void* x[kArrays] = {};
   for (const int array : {kParam, kGrad}) {
-    x[array] =
-        static_cast<char*>(work.memory[array]) + chunk.begin * element_size(work.layout, array);
+    x[array] = element(work, array, chunk.begin);
   }
   const Layout layout = work.layout;
   const int n = chunk.count;

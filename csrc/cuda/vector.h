@@ -14,12 +14,13 @@ using Bits = std::conditional_t<
     kSize == 8, uint64_t,
     std::conditional_t<kSize == 4, uint32_t, std::conditional_t<kSize == 2, uint16_t, uint8_t>>>;
 
+// The bits of neighboring elements, as one access moves them.
 template <int kBytes>
-struct alignas(kBytes) Words {
+struct alignas(kBytes) Packed {
   using Word = Bits<(kBytes < 4 ? kBytes : 4)>;
   Word word[kBytes / sizeof(Word)];
 };
-using Vector = Words<16>;
+using Vector = Packed<16>;
 
 // A number that a generic lambda's parameter carries in its type.
 template <int kValue>
@@ -70,30 +71,30 @@ TORCHOPT_HD inline void store_bits(void* to, const T& bits) {
 #endif
 }
 
-// Returns element k of the elements packed in `words`.
-template <int kSize, class Words>
-TORCHOPT_HD inline Bits<kSize> element_of(const Words& words, int k) {
+// Returns element k.
+template <int kSize, int kBytes>
+TORCHOPT_HD inline Bits<kSize> element_of(const Packed<kBytes>& packed, int k) {
   if constexpr (kSize == 8) {
-    return static_cast<uint64_t>(words.word[2 * k + 1]) << 32 | words.word[2 * k];
+    return static_cast<uint64_t>(packed.word[2 * k + 1]) << 32 | packed.word[2 * k];
   } else if constexpr (kSize == 4) {
-    return words.word[k];
+    return packed.word[k];
   } else {
     constexpr int kPerWord = 4 / kSize;  // elements in a word
-    return static_cast<Bits<kSize>>(words.word[k / kPerWord] >> (8 * kSize * (k % kPerWord)));
+    return static_cast<Bits<kSize>>(packed.word[k / kPerWord] >> (8 * kSize * (k % kPerWord)));
   }
 }
-// Sets element k of `words`, which must start as zero.
-template <int kSize, class Words>
-TORCHOPT_HD inline void set_element(Words& words, int k, Bits<kSize> bits) {
+// Sets element k of `packed`, which must start as zero.
+template <int kSize, int kBytes>
+TORCHOPT_HD inline void set_element(Packed<kBytes>& packed, int k, Bits<kSize> bits) {
   if constexpr (kSize == 8) {
-    words.word[2 * k] = static_cast<uint32_t>(bits);
-    words.word[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+    packed.word[2 * k] = static_cast<uint32_t>(bits);
+    packed.word[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
   } else if constexpr (kSize == 4) {
-    words.word[k] = bits;
+    packed.word[k] = bits;
   } else {
     constexpr int kPerWord = 4 / kSize;
-    words.word[k / kPerWord] |= static_cast<typename Words::Word>(static_cast<uint32_t>(bits)
-                                                                  << (8 * kSize * (k % kPerWord)));
+    packed.word[k / kPerWord] |= static_cast<typename Packed<kBytes>::Word>(
+        static_cast<uint32_t>(bits) << (8 * kSize * (k % kPerWord)));
   }
 }
 

@@ -174,10 +174,10 @@ struct VectorLane {
     constexpr int kBytes = access_bytes(kAccess, kSize);
     constexpr int kPerAccess = kBytes / kSize;
     unrolled<kWidth / kPerAccess>([&](int access) {
-      const auto words = load_bits<Words<kBytes>>(static_cast<const char*>(from) +
-                                                  offset(access * kPerAccess) * kSize);
+      const auto packed = load_bits<Packed<kBytes>>(static_cast<const char*>(from) +
+                                                    offset(access * kPerAccess) * kSize);
       unrolled<kPerAccess>(
-          [&](int k) { all.element[access * kPerAccess + k] = element_of<kSize>(words, k); });
+          [&](int k) { all.element[access * kPerAccess + k] = element_of<kSize>(packed, k); });
     });
     return all;
   }
@@ -187,11 +187,11 @@ struct VectorLane {
     constexpr int kBytes = access_bytes(kAccess, kSize);
     constexpr int kPerAccess = kBytes / kSize;
     unrolled<kWidth / kPerAccess>([&](int access) {
-      Words<kBytes> words{};
+      Packed<kBytes> packed{};
       unrolled<kPerAccess>([&](int k) {
-        set_element<kSize>(words, k, bit_cast<Bits<kSize>>(f(access * kPerAccess + k)));
+        set_element<kSize>(packed, k, bit_cast<Bits<kSize>>(f(access * kPerAccess + k)));
       });
-      store_bits(to + offset(access * kPerAccess), words);
+      store_bits(to + offset(access * kPerAccess), packed);
     });
   }
 };

@@ -21,7 +21,6 @@ struct PerMoment {
   T exp_avg;
   T root;
 };
-using GroupScales = PerMoment<float>;  // the differences between adjacent codes
 
 namespace {
 
