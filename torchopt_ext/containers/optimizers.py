@@ -297,7 +297,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 "model part, or in backward one for each parameter"
             )
 
-    def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
+    def _post_init(
+        self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Makes this container an Optimizer itself, with its own hooks and defaults."""
         number = 0
         named = chain(*(part.named_parameters() for part in self.model_parts))
@@ -310,7 +312,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             number += len(params)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}
-        Optimizer.__init__(self, [{"params": all_params}], {**own, **optimizer_kwargs})
+        Optimizer.__init__(self, [{"params": all_params}], {**own, **(optimizer_kwargs or {})})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
