@@ -250,6 +250,7 @@ WORK = [
     refuse_plain_state,
     refuse_flat_parameters,
     miss_a_key,
+    fit_on_one_rank,
 ]
 
 
