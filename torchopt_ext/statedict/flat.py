@@ -40,8 +40,8 @@ _OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
-def get_state_dict(parts: Sequence[ModelPart], names: Names) -> dict[str, Any]:
-    """Returns the flat state dict of all parts (:meth:`OptimizersContainer.state_dict`).
+def get_state_dict(optimizers: Sequence[Any], names: Names) -> dict[str, Any]:
+    """Returns the flat state dict of all optimizers (:meth:`OptimizersContainer.state_dict`).
 
     The control block's fields, which are the same in all parts, are `torchopt_ext.control.*`.
 
@@ -49,32 +49,34 @@ def get_state_dict(parts: Sequence[ModelPart], names: Names) -> dict[str, Any]:
         names: the result of :func:`complete`. The modules are not read.
     """
     flat: dict[str, Any] = {}
-    for _, _, saved, states in _groups(parts, names):
-        saved.pop("param_names", None)  # torchtitan has no such keys
-        for fqn in saved.pop("params"):
-            entry = states.get(fqn, {})
-            flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
-            flat |= {f"param_groups.{fqn}.{name}": value for name, value in saved.items()}
-    every: list[Any] = [optimizer for _, own in parts for optimizer in own]
-    counting = [o for o in every if getattr(o, "keeps_counts", False) and o.state]
+    for optimizer in optimizers:
+        packed = optimizer.state_dict()
+        for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            # torchtitan has no param_names.
+            options = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+            for param, index in zip(group["params"], saved["params"], strict=True):
+                fqn, entry = names[param], packed["state"].get(index, {})
+                flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
+                flat |= {f"param_groups.{fqn}.{name}": value for name, value in options.items()}
+    counting = [o for o in optimizers if getattr(o, "keeps_counts", False) and o.state]
     fields = counting[0].saved_control() if counting else {}  # all step together
     return flat | {f"{CONTROL_KEY}.{name}": value for name, value in fields.items()}
 
 
 def prepare_load(
-    parts: Sequence[ModelPart], state_dict: Mapping[str, Any], names: Names
+    optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], names: Names
 ) -> Callable[[], None]:
     """Checks a flat state dict, and returns the function that loads it
     (:meth:`OptimizersContainer.load_state_dict`)."""
-    optimizers = [optimizer for _, own in parts for optimizer in own]
     for optimizer in optimizers:  # also state of parameters that were frozen after some steps
         init_state(optimizer, lambda p: is_steppable(p) and f"state.{names[p]}.step" in state_dict)
     missing: list[str] = []
     problems: list[str] = []
     slots: list[tuple[Slot, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for optimizer, group, saved, _ in _groups(parts, names):
-        for fqn, param in zip(saved["params"], group["params"], strict=True):
+    for optimizer, group in [(o, group) for o in optimizers for group in o.param_groups]:
+        fqns = [names[param] for param in group["params"]]
+        for fqn, param in zip(fqns, group["params"], strict=True):
             state = optimizer.state.get(param, {})
             keys = {k: f"state.{fqn}.{k}" for k in ({**state, **BESIDE} if state else {})}
             entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
@@ -83,7 +85,7 @@ def prepare_load(
             # torch saves no state for a parameter that was frozen before its first step.
             may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad or entry else keys
             missing += [key for name, key in keys.items() if name not in may_lack]
-        options.append((group, read_options(group, saved["params"], state_dict, missing, problems)))
+        options.append((group, read_options(group, fqns, state_dict, missing, problems)))
     control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
@@ -276,26 +278,6 @@ class Completion:
         if not same or not all(optimizer.state for optimizer in every):
             self._names, self._seen = complete(parts), seen
         return self._names
-
-
-def _groups(
-    parts: Sequence[ModelPart], names: Names
-) -> Iterator[tuple[Optimizer, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Yields each optimizer, a group as it is and as torch saves it, and the saved state by name.
-
-    In the saved groups, names stand for parameters. The state is complete.
-    """
-    for optimizer in [optimizer for _, own in parts for optimizer in own]:
-        packed = optimizer.state_dict()
-        for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-            own = [names[param] for param in group["params"]]
-            states = packed["state"]
-            by_name = {
-                fqn: states[index]
-                for fqn, index in zip(own, saved["params"], strict=True)
-                if index in states
-            }
-            yield optimizer, group, {**saved, "params": own}, by_name
 
 
 class _NamingOptimizer(Optimizer):
