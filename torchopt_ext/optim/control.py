@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext._torch import run_eagerly
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
@@ -268,6 +269,7 @@ class Controlled:
         self._write_control(fields)
 
     @property
+    @run_eagerly  # torch 2.11 cannot compile code that sets attributes of an optimizer
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; only its values synchronize."""
         block = self._block(self.default_device)[0]

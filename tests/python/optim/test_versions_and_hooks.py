@@ -323,10 +323,11 @@ def test_compiled_code_calls_backward_and_its_hooks_outside_of_its_graphs(kind: 
     if kind == "in backward":
         optimizer = OptimizersInBackwardContainer([model], OURS["AdamW"], {})
 
-    def training(x: torch.Tensor) -> None:
+    def training(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
+        return optimizer.control.grad_norm
 
     files = []
     torch.compiler.reset()
