@@ -271,7 +271,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         named = [(fqn, param) for param, fqn in self._parameter_names().items()]
         pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
         for optimizer in fused:
-            optimizer.set_weights_and_state(pair for pair in pairs if owner.get(pair[0]) is optimizer)
+            own = [pair for pair in pairs if owner.get(pair[0]) is optimizer]
+            optimizer.set_weights_and_state(own)
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
