@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -31,11 +32,16 @@ def serve(*preloaded: str) -> Iterator[Callable[..., str]]:
     ) as server:
         assert server.stdin and server.stdout
         requests, answers = server.stdin, server.stdout
+        numbers = itertools.count()
 
         def start(worker: str, ranks: int, *arguments: str, seconds: float = RUN_TIMEOUT) -> str:
-            print(json.dumps([str(HERE / worker), arguments, ranks, seconds]), file=requests)
-            requests.flush()
-            problem, output = json.loads(answers.readline() or '["the rank server ended", ""]')
+            number = next(numbers)
+            job = [number, str(HERE / worker), arguments, ranks, seconds]
+            print(json.dumps(job), file=requests, flush=True)
+            of_number = -1
+            while of_number != number:  # a test that timed out did not read its answer
+                answer = answers.readline() or f'[{number}, "the rank server ended", ""]'
+                of_number, problem, output = json.loads(answer)
             assert not problem, f"{worker} on {ranks} ranks: {problem}\n{output}"
             return output
 

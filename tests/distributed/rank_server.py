@@ -1,6 +1,7 @@
 """Forks the ranks of worker scripts from one process that has imported torch, which takes 4 s.
 
-Reads one job per line, [script, arguments, ranks, seconds], and answers with [problem, output].
+Reads one job per line, [number, script, arguments, ranks, seconds], and answers with [number,
+problem, output].
 Scripts on the command line run first, in the server's own process.
 """
 
@@ -70,4 +71,5 @@ if __name__ == "__main__":
         with redirect_stdout(sys.stderr):  # stdout is for answers only
             runpy.run_path(preloaded)
     for line in sys.stdin:
-        print(json.dumps(run(*json.loads(line))), flush=True)
+        number, *job = json.loads(line)
+        print(json.dumps([number, *run(*job)]), flush=True)

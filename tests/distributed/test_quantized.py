@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.timeout(250)
 @pytest.mark.newest_torch
 def test_a_run_goes_on_to_the_bit_on_other_ranks(
     start_ranks: Callable[..., None], tmp_path: Path
