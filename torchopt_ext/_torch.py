@@ -223,9 +223,6 @@ def fsdp_params(module: Any) -> list[Any]:
 add_gather_extension = methodcaller("_init_extensions")
 """Lets FSDP2 detect an all-gather extension that was set on a shard after ``fully_shard``."""
 
-has_final_buckets = attrgetter("_has_rebuilt_buckets")
-"""Returns whether DDP has chosen its final buckets, after the first backward passes."""
-
 
 def overlap_classes() -> tuple[Any, Any, Any]:
     """Returns the classes that torch's hooks read if they step inside DDP's backward."""
@@ -299,10 +296,10 @@ def set_rotate_method(method: str) -> None:
 
 
 def compiled_autograd() -> Any:
-    """Returns a context in which backward passes are compiled (compiled autograd)."""
+    """Returns a context in which backward passes are compiled (compiled autograd), but not hooks."""
     from torch._dynamo.utils import maybe_enable_compiled_autograd
 
-    return maybe_enable_compiled_autograd(True)
+    return maybe_enable_compiled_autograd(True, fullgraph=False)
 
 
 def ops_worth_saving() -> frozenset[Any]:

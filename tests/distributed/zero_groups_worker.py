@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_cases import run_cases
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import (
     ZeroRedundancyOptimizer,
+    hook_with_zero_step,
     load_sharded,
     reduce_scatter_hook,
     sharded_state_dict,
@@ -236,18 +238,26 @@ def dropped() -> None:
 
 
 def uneven(
-    optimizer: Any = FusedAdamW, hook: bool = False, scaler: Any = None, **options: Any
+    optimizer: Any = FusedAdamW,
+    hook: bool = False,
+    scaler: Any = None,
+    overlap: bool = False,
+    **options: Any,
 ) -> None:
     """Rank r has r batches more than rank 0, so Adam steps while some ranks are out of data.
 
     Under a scaler the last rank's last batch overflows. A large eps makes Adam depend on the scale.
+    With overlap, ranks are out of data before DDP has its final buckets, and only then steps begin.
     """
+    fewest, idle = (0, 2) if overlap else (2, 0)
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = layers(2), layers(2)
     ddp = DDP(model, bucket_cap_mb=0.01)
     scale = (scaler or GradScaler)("cpu", init_scale=2.0**10, enabled=scaler is not None)
     eps = 1.0 if scaler else 1e-8
-    zero = adam(model.parameters(), optimizer, eps=eps, **options)
+    zero = adam(model.parameters(), optimizer, eps=eps, overlap_with_ddp=overlap, **options)
+    if overlap:
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     if hook:
         ddp.register_comm_hook(None, reduce_scatter_hook(zero))
     plain = optimizer(twin.parameters(), lr=1e-2, eps=eps)
@@ -257,15 +267,15 @@ def uneven(
         return torch.full((1, 70), 1e30 if overflows else 0.1 * (step + 1) * (of_rank + 1))
 
     with Join([ddp, zero]):
-        for step in range(2 + rank):
+        for step in range(fewest + rank):
             zero.zero_grad()
             scale.scale(ddp(batch(step, rank)).square().mean()).backward()
             scale.step(zero)
             scale.update()
-    for step in range(1 + size - (scaler is not None)):
+    for step in range(idle, fewest - 1 + size - (scaler is not None)):
         plain.zero_grad()
         for r in range(size):
-            if step < 2 + r:
+            if step < fewest + r:
                 (twin(batch(step, r)).square().mean() / size).backward()
         plain.step()
     assert max(off(model, twin), state_off(zero, plain)) <= ROUNDING
@@ -329,6 +339,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),
         "uneven bucket view": lambda: uneven(parameters_as_bucket_view=True),
         "uneven balanced": lambda: uneven(**BALANCED),
+        "uneven overlap": lambda: uneven(overlap=True),
         "uneven hook": lambda: uneven(hook=True, **BALANCED),
         "uneven scaled": lambda: uneven(scaler=GradScaler),
         "uneven scaled by torch": lambda: uneven(scaler=torch.amp.GradScaler, **BALANCED),

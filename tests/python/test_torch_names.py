@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,7 +27,7 @@ PRIVATE = re.compile(
     r"from torch(?:\.\w+)* import [^#\n]*\b_\w+|from torch\b[\w.]*\._\w+"
     r"|\btorch(?:\.\w+)*\._[a-zA-Z]\w*"
     r"|\._(?:global_optimizer|optimizer_(?:step|state|load)|opt_called|step_count|local_tensor|spec"
-    r"|version|make_wrapper_subclass|execution_engine|has_rebuilt_buckets|get_backend|timeout)\b"
+    r"|version|make_wrapper_subclass|execution_engine|get_backend|timeout)\b"
 )
 
 
@@ -147,12 +146,7 @@ def test_names_of_dtensors() -> None:
         assert _torch.local_shape_and_offset(tensor) == ((4, 3), (0, 0))
         (total,) = _torch.all_reduce_coalesced([torch.ones(2)], mesh.get_group(0))
         assert total.tolist() == [1, 1]
-        ddp = DistributedDataParallel(nn.Linear(2, 2))
-        assert not _torch.has_final_buckets(ddp)
-        for _ in range(2):
-            ddp(torch.ones(2)).sum().backward()
-        assert _torch.has_final_buckets(ddp)
-        assert _torch.fsdp_params(ddp) == []
+        assert _torch.fsdp_params(nn.Linear(2, 2)) == []
         sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
         records = _torch.fsdp_params(sharded)
         assert [record.sharded_param for record in records] == [*sharded.parameters()]

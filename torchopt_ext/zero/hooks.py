@@ -5,7 +5,6 @@ steps and broadcasts happen in the autograd thread, in the order of DDP's bucket
 same on every rank, but gloo's worker threads finish reductions in any order (pytorch#62300).
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext._torch import graph_task, has_final_buckets
+from torchopt_ext._torch import graph_task
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.ddp import Future, Hook, bucket_gradients
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
-from torchopt_ext.zero.overlap import OverlapStatus
 
 
 def hook_with_zero_step(
@@ -51,18 +49,28 @@ def hook_with_zero_step(
     """
     if not zero._overlap_with_ddp:
         raise ValueError("this hook needs a ZeroRedundancyOptimizer with overlap_with_ddp=True")
-    ddp_ref = weakref.ref(ddp)
+    # The pass in which DDP has its final buckets, counted over passes that call the hook. A rank
+    # out of data (Join) makes them, too, but does not learn from DDP that buckets have changed.
+    final = 3 if ddp.static_graph else 1 if ddp.find_unused_parameters else 2
+    passes = 0
+    info = zero._overlap_info
+    info.shard_buckets = shard_buckets
     zero._steps_by_group_rank = True
-    zero._overlap_info.shard_buckets = shard_buckets
     waiting: list[tuple[GradBucket, Future]] = []
     works: list[Any] = []
 
     def overlapping_hook(state: Any, bucket: GradBucket) -> Future:
+        nonlocal passes
         future = hook(state, bucket)
-        if not _prepared(ddp_ref(), zero, bucket):
+        if bucket.index() == 0:
+            passes += 1
+            waiting.clear()  # an error may have ended the previous pass
+            if passes == final + 1:
+                zero._init_zero_for_overlap()
+        if passes <= final:
+            if passes == final:
+                info.params_per_bucket.append(bucket.parameters())
             return future
-        if bucket.index() == 0:  # an error may have ended the previous pass
-            waiting.clear()
         waiting.append((bucket, future))
         while waiting and (bucket.is_last() or (interleaved and len(waiting) > 1)):
             works.extend(_step_bucket(zero, *waiting.pop(0)))
@@ -87,24 +95,6 @@ def hook_with_zero_step_interleaved(
     is the same as in :func:`hook_with_zero_step`.
     """
     return hook_with_zero_step(hook, ddp, zero, shard_buckets, interleaved=True)
-
-
-def _prepared(
-    ddp: DistributedDataParallel | None, zero: ZeroRedundancyOptimizer, bucket: GradBucket
-) -> bool:
-    """Returns whether the optimizer knows DDP's final buckets. If not, records this bucket."""
-    info = zero._overlap_info
-    if info.status == OverlapStatus.INITIALIZED:
-        return True
-    # With find_unused_parameters DDP keeps its first buckets.
-    keeps = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
-    if ddp is None or not (keeps or has_final_buckets(ddp)):
-        return False
-    if bucket.index() == 0 and info.params_per_bucket:
-        zero._init_zero_for_overlap()
-        return True
-    info.params_per_bucket.append(bucket.parameters())
-    return False
 
 
 def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Future) -> list[Any]:
