@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    _looked_at: frozenset[int] = frozenset()  # by fp32_moments: ids of parameters in the groups
+    _looked_at: Mapping[int, Tensor] = {}  # parameters that fp32_moments has looked at, by id
 
     def __init__(
         self,
@@ -186,14 +187,14 @@ class FusedAdam(HookedStep, PlannedStep):
             current = params_of(self)
             kept = self._storage.fp32_moments.intersection(current) | found
             self._storage = replace(self._storage, fp32_moments=kept)
-            self._looked_at = frozenset(map(id, current))
+            self._looked_at = WeakValueDictionary({id(param): param for param in current})
 
     def _look_at_new_params(self) -> None:
         """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
         if self._storage.state_dtype != torch.int8:
             return
         named = param_state.named_params(self)
-        if new := [(name, p) for name, p in named if id(p) not in self._looked_at]:
+        if new := [(name, p) for name, p in named if self._looked_at.get(id(p)) is not p]:
             self._keep_fp32_moments(new, partial=True)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:

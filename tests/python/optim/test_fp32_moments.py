@@ -146,6 +146,17 @@ def test_parameters_that_are_replaced_in_groups(loads: bool) -> None:
     assert eight_bits(model, optimizer) == ["body.weight"]
 
 
+def test_an_embedding_with_the_id_of_a_freed_parameter() -> None:
+    optimizer = FusedAdamW([nn.Parameter(torch.ones(9, 70))], **INT8)
+    (freed,) = map(id, optimizer.param_groups[0].pop("params"))
+    made = [nn.Embedding(9, 70)]
+    while id(made[-1].weight) != freed and len(made) < 1000:
+        made.append(nn.Embedding(9, 70))
+    optimizer.param_groups[0]["params"] = [made[-1].weight]
+    train(made[-1], optimizer, 0)
+    assert eight_bits(made[-1], optimizer) == []
+
+
 def test_copies_keep_the_choice() -> None:
     model = Model()
     optimizer = FusedAdamW(model.named_parameters(), **INT8)
