@@ -296,7 +296,7 @@ def set_rotate_method(method: str) -> None:
 
 
 def compiled_autograd() -> Any:
-    """Returns a context in which backward passes are compiled (compiled autograd), but not hooks."""
+    """Returns a context in which backward passes are compiled (compiled autograd), not hooks."""
     from torch._dynamo.utils import maybe_enable_compiled_autograd
 
     return maybe_enable_compiled_autograd(True, fullgraph=False)
