@@ -33,37 +33,10 @@ class ControlView:
 
     Reading a field copies it on the parameters' device, to a 0-dim float64 tensor that later steps
     do not change. Only asking for the tensor's value synchronizes. ``grad_norm`` is NaN if the last
-    step measured no norm. csrc/kernels/control.h says what each field means.
+    step measured no norm. Other fields that steps write are ``clip_factor``, ``found_inf``,
+    ``skip``, ``grad_scale``, ``steps``, ``skipped_steps``, ``loss_scale`` and ``lr_factor``.
+    csrc/kernels/control.h says what each field means.
     """
-
-    # Declarations for type checkers. The properties are made from CONTROL_FIELDS below.
-    max_grad_norm: Tensor
-    skip_nonfinite: Tensor
-    clip_factor: Tensor
-    grad_factor: Tensor
-    found_inf: Tensor
-    skip: Tensor
-    grad_scale: Tensor
-    steps: Tensor
-    skipped_steps: Tensor
-    loss_scale: Tensor
-    growth_tracker: Tensor
-    hysteresis_tracker: Tensor
-    growth_factor: Tensor
-    backoff_factor: Tensor
-    growth_interval: Tensor
-    hysteresis: Tensor
-    consecutive_hysteresis: Tensor
-    min_scale: Tensor
-    max_scale: Tensor
-    lr_factor: Tensor
-    scheduled: Tensor
-    warmup_steps: Tensor
-    stable_steps: Tensor
-    decay_steps: Tensor
-    decay_type: Tensor
-    min_lr_factor: Tensor
-    schedule_generation: Tensor
 
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
@@ -71,7 +44,12 @@ class ControlView:
         self._owner = weakref.ref(owner)
 
     def __getattr__(self, name: str) -> Tensor:
-        raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
+        if name not in CONTROL_FIELDS:
+            raise AttributeError(f"no field {name!r}; the fields are {', '.join(CONTROL_FIELDS)}")
+        return self.live(name).clone()
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *CONTROL_FIELDS]
 
     @property
     def grad_norm(self) -> Tensor:
@@ -85,15 +63,6 @@ class ControlView:
     def __repr__(self) -> str:
         fields = read_fields(self._block) | {"grad_norm": self.grad_norm.item()}
         return f"ControlView({', '.join(f'{name}={value:g}' for name, value in fields.items())})"
-
-
-def _field(index: int) -> property:
-    return property(lambda view: view._views[index].clone())
-
-
-for _index, _name in enumerate(CONTROL_FIELDS):
-    if _name != "grad_norm":
-        setattr(ControlView, _name, _field(_index))
 
 
 class Controlled:
