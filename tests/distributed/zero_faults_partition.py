@@ -49,9 +49,9 @@ def frozen(**options: Any) -> None:
             of[i].requires_grad_(False)
     zero, plain = zero_over(params, "AdamW", **options), plain_over(plain_params, "AdamW")
     loads = [0] * size
-    for param, rank in zero.parts.owner.items():
+    for param, rank in zero.partition.owner.items():
         loads[rank] += param.numel() if param.requires_grad else 0
-    owners = [zero.parts.owner[p] for p in params]
+    owners = [zero.partition.owner[p] for p in params]
     with Traffic() as traffic:
         train(zero, params, range(2))
     train(plain, plain_params, range(2))
@@ -61,7 +61,7 @@ def frozen(**options: Any) -> None:
         train(zero, params, range(turn, turn + 1))
         train(plain, plain_params, range(turn, turn + 1))
     assert sorted(loads) == [100, 100, 300, 300]
-    assert gathered(owners) == [[zero.parts.owner[p] for p in params]] * size
+    assert gathered(owners) == [[zero.partition.owner[p] for p in params]] * size
     assert set(owners) <= set(range(size))
     # Two steps of 800 trainable elements. In each step the ranks agree twice on whether to
     # take it, by 16 bytes. A bucket adds less than 64 bytes per parameter.
@@ -93,7 +93,9 @@ def torch_plan() -> None:
             [[index[p] for p in group["params"]] for group in of_rank]
             for of_rank in theirs._partition_parameters()
         ]
-        own = [[[index[p] for p in of_rank] for of_rank in group] for group in ours.parts.params]
+        own = [
+            [[index[p] for p in of_rank] for of_rank in group] for group in ours.partition.params
+        ]
         assert [list(groups) for groups in zip(*own, strict=True)] == plan
 
 
@@ -130,7 +132,7 @@ def chosen_owners() -> None:
     train(plain, plain_params, range(3))
     saved = state_dict_of(zero, rank, size)
     owners = [i // 2 % size for i in range(6)]
-    assert [zero.parts.owner[p] for p in params] == owners
+    assert [zero.partition.owner[p] for p in params] == owners
     assert [p in zero.state for p in params] == [owner == rank for owner in owners]
     assert_same(params, plain_params)
     assert_same(saved, clones(plain.state_dict()))

@@ -159,7 +159,7 @@ def scaled(scaler_class: Any, kind: str, bad: str, unscale: bool = False, **opti
     counted = Counted(scaler)
     scaler.scale(torch.ones(1))
     moved, scales = [], []
-    owner = zero.parts.owner[params[3]] if "partition" not in options else 0
+    owner = zero.partition.owner[params[3]] if "partition" not in options else 0
     for step in range(5):
         before = clones([p.detach() for p in params])
         give_gradients(params, step)

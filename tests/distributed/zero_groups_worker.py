@@ -90,7 +90,7 @@ def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) 
             zero.step()
             plain.step()
     assert off(model, twin) <= ROUNDING
-    assert reductions.call_count == 3 * len(zero.parts.all_buckets) > 3 * 7
+    assert reductions.call_count == 3 * len(zero.partition.all_buckets) > 3 * 7
 
 
 def segments(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
@@ -128,7 +128,7 @@ def other_orders() -> None:
         for optimizer in (*zeros, plain):
             optimizer.step()
             optimizer.zero_grad()
-    assert [zero.parts.reducer.early for zero in zeros] == [True, False]
+    assert [zero.partition.reducer.early for zero in zeros] == [True, False]
     assert max(map(off, both, twins)) <= ROUNDING
 
 
@@ -147,10 +147,10 @@ def dropped_on_even_ranks() -> None:
             each(torch.ones(2, 70)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert not zero.parts.reducer.early or not older
+        assert not zero.partition.reducer.early or not older
         older.clear()
         gc.collect()
-    assert zero.parts.reducer.early
+    assert zero.partition.reducer.early
     assert off(model, twin) <= ROUNDING
 
 

@@ -273,19 +273,19 @@ def gathers_two_buckets() -> None:
     """At most two buckets of parameters are in flight at a time, as on NCCL."""
     model = layers(6)
     zero = sharded(model.parameters())
-    zero.parts.gathers = True
+    zero.partition.gathers = True
     most = 0
-    gather = zero.parts._gather
+    gather = zero.partition._gather
 
     def counted(bucket: Any) -> Any:
         nonlocal most
-        most = max(most, len(zero.parts._updates_in_flight) + 1)
+        most = max(most, len(zero.partition._updates_in_flight) + 1)
         return gather(bucket)
 
-    zero.parts._gather = counted
+    zero.partition._gather = counted
     model(torch.ones(2, 70)).sum().backward()
     zero.step()
-    assert len(zero.parts.all_buckets) > most == 2
+    assert len(zero.partition.all_buckets) > most == 2
 
 
 def masters_from_fp32() -> None:

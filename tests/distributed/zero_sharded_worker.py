@@ -123,7 +123,7 @@ def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> 
     further = {"sharded_gradients": True} if how == "sharded" else {}
     optimizer = build(model, held, partition, **further)
     if how == "gathered":
-        optimizer.parts.gathers = True  # as on NCCL
+        optimizer.partition.gathers = True  # as on NCCL
     run: Any = model
     if how in ("ddp", "hook"):
         run = DDP(model, gradient_as_bucket_view=how == "hook")
@@ -231,7 +231,7 @@ def lazily() -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.full((4, 70), 0.1 * step)).sum().backward()
         optimizer.step()
-    under_way = len(optimizer.parts._updates_in_flight)
+    under_way = len(optimizer.partition._updates_in_flight)
     params = digest(list(model.state_dict().values()))
     return {"params": params, "under_way": under_way > 0 or dist.get_world_size() == 1}
 
@@ -266,7 +266,7 @@ def shares() -> dict[str, Any]:
         "local": {
             "elements": sum(t.numel() for t in held) // 2,
             "storage": sum(t.untyped_storage().nbytes() for t in held),
-            "windows": [b.window for b in optimizer.parts.all_buckets],
+            "windows": [b.window for b in optimizer.partition.all_buckets],
         },
         "total": sum(p.numel() for p in model.parameters()),
         "aligned": all(p.data_ptr() % 64 == 0 for p in model.parameters()),

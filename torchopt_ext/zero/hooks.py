@@ -138,9 +138,9 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
     Raises:
         ValueError: the partition is not "balanced", or ``zero`` has ``sharded_gradients``.
     """
-    if not isinstance(zero.parts, BalancedBuckets):
+    if not isinstance(zero.partition, BalancedBuckets):
         raise ValueError("reduce_scatter_hook needs partition='balanced'")
-    reducer = zero.parts.reducer
+    reducer = zero.partition.reducer
     if reducer.hooks:
         raise ValueError("sharded_gradients=True takes gradients by itself: use no hook, or no DDP")
     reducer.serve_hook()

@@ -40,7 +40,7 @@ class JoinSupport(Joinable):
 
     # Attributes of ZeroRedundancyOptimizer.
     ranks: Ranks
-    parts: WholeTensors | BalancedBuckets
+    partition: WholeTensors | BalancedBuckets
     process_group: Any
     step: Callable[..., Any]
     _all_params: list[Tensor]
@@ -60,7 +60,7 @@ class JoinSupport(Joinable):
         Raises:
             RuntimeError: ``sharded_gradients`` is set: ranks out of data cannot join reductions.
         """
-        if isinstance(self.parts, BalancedBuckets) and self.parts.reducer.hooks:
+        if isinstance(self.partition, BalancedBuckets) and self.partition.reducer.hooks:
             raise RuntimeError(
                 "Join does not support sharded_gradients=True: use DDP, with reduce_scatter_hook "
                 "if traffic is to stay low"
@@ -94,9 +94,9 @@ class JoinSupport(Joinable):
             The step's context, with the scale and flags of these gradients.
         """
         if self._in_join:
-            shared = [] if self.parts.hides_gradients else self._all_params
+            shared = [] if self.partition.hides_gradients else self._all_params
             context = share(shared, self.ranks, self._out_of_data, context)
-        self.parts.take_gradients()
+        self.partition.take_gradients()
         return context
 
 

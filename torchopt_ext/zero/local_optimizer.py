@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 def local_group(zero: ZeroRedundancyOptimizer, number: int) -> dict[str, Any]:
     """Returns a param group for the local optimizer: this rank's parts, with parameter names."""
-    group, own = zero.param_groups[number], zero.parts.mine[number]
+    group, own = zero.param_groups[number], zero.partition.mine[number]
     local = {**group, "params": own}
     if names := local.get("param_names"):
         name_of = dict(zip(group["params"], names, strict=True))
-        local["param_names"] = [name_of[zero.parts.part_of(param).param] for param in own]
+        local["param_names"] = [name_of[zero.partition.part_of(param).param] for param in own]
     return local
 
 
 def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
     """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
     chosen = fp32_params(named_params(zero), zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
-    mine = chain(*zero.parts.mine)
-    return tuple(part for part in mine if zero.parts.part_of(part).param in chosen)
+    mine = chain(*zero.partition.mine)
+    return tuple(part for part in mine if zero.partition.part_of(part).param in chosen)
 
 
 def fused(zero: ZeroRedundancyOptimizer) -> FusedAdam:
@@ -52,6 +52,15 @@ def fused(zero: ZeroRedundancyOptimizer) -> FusedAdam:
         found = "not built yet" if optim is None else f"a {type(optim).__name__}"
         raise AttributeError(f"the local optimizer is {found}, expected FusedAdam or FusedAdamW")
     return optim
+
+
+def setting(name: str, doc: str) -> Any:
+    """Returns a property of ``zero`` that is a property of its local FusedAdam or FusedAdamW."""
+    return property(
+        lambda zero: getattr(fused(zero), name),
+        lambda zero, value: setattr(fused(zero), name, value),
+        doc=doc,
+    )
 
 
 def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
@@ -65,7 +74,7 @@ def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] |
     for param, weight in pairs:
         param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
     weight_of = dict(pairs)
-    parts = [zero.parts.part_of(own) for own in chain(*zero.parts.mine)]
+    parts = [zero.partition.part_of(own) for own in chain(*zero.partition.mine)]
     optim.set_weights_and_state(
         (p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of
     )
@@ -81,7 +90,7 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
     if zero._overlap_with_ddp:
         if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
             defaults["_allow_empty_param_list"] = True
-        zero.optim = constructor(zero.parts.mine[0], **defaults)
+        zero.optim = constructor(zero.partition.mine[0], **defaults)
         if not hasattr(zero.optim, "param_groups"):
             zero.optim.param_groups = [zero.optim.param_group]
         for key, value in zero.optim.param_groups[0].items():
@@ -109,9 +118,9 @@ def sync(zero: ZeroRedundancyOptimizer) -> None:
     zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
     if isinstance(zero.optim, FusedAdam):
         index = {param: index for index, param in enumerate(zero._all_params)}
-        parts = map(zero.parts.part_of, chain(*zero.parts.mine))
-        if isinstance(zero.parts, BalancedBuckets):
-            zero.parts.reducer.squares = zero.optim.norm_in_backward
+        parts = map(zero.partition.part_of, chain(*zero.partition.mine))
+        if isinstance(zero.partition, BalancedBuckets):
+            zero.partition.reducer.squares = zero.optim.norm_in_backward
         zero.optim.parameter_places = {p.tensor: (index[p.param], p.begin, 0, 0) for p in parts}
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -155,14 +164,14 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
         kwargs["closure"] = prepare
     else:
         prepare()
-    if not zero.parts.hides_gradients:  # a scaler has checked the same gradients on every rank
+    if not zero.partition.hides_gradients:  # a scaler has checked the same gradients on every rank
         context = context._replace(agreed=True)
     result = inner_step(zero.optim, context, **kwargs)
     if context.agreement is not None:
         # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
         # norm, not for the update, before it sends updates, which a rejecting rank would not join.
         zero.verdict.check(waits=True)
-    zero.parts.finish_step()
+    zero.partition.finish_step()
     return result
 
 
@@ -202,7 +211,7 @@ def agree(
 
 def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
     """Tells waiting ranks that this rank rejects; ``with_norm`` if they wait to sum a norm."""
-    if zero.ranks.size == 1 or (agreement.in_closure and zero.parts.hides_gradients):
+    if zero.ranks.size == 1 or (agreement.in_closure and zero.partition.hides_gradients):
         return  # in a closure, the other ranks wait in the reductions of gradients
     with suppress(Exception):
         if agreement.pending:
@@ -212,4 +221,4 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
                 devices = fused(zero).devices
                 fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
-            agree(zero, agreement, rejects=True, meanwhile=zero.parts.send_updates)
+            agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)

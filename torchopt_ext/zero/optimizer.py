@@ -147,19 +147,16 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             )  # fmt: skip
             check_same(described, "parameters and arguments", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
-            self.parts: WholeTensors | BalancedBuckets
-            if balanced:
-                self.parts = BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
-            else:
-                view = parameters_as_bucket_view and not overlap_with_ddp
-                self.parts = WholeTensors(
-                    self.ranks, bucket_view=view, count_frozen=compat == "torch"
-                )
+            self.partition: WholeTensors | BalancedBuckets = (
+                BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
+                if balanced
+                else WholeTensors(self.ranks, parameters_as_bucket_view, compat == "torch")
+            )
             if not overlap_with_ddp:
                 with fail_together(self.process_group):
                     self._assign(params_per_rank)
                     local_optimizer.build(self)
-                self.parts.ready()
+                self.partition.ready()
             elif parameters_as_bucket_view:
                 logger.warning("overlap_with_ddp=True ignores parameters_as_bucket_view")
         self.initialized = True
@@ -171,7 +168,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 raise RuntimeError("`params_per_rank` only supports a single parameter group")
             check_owners(params_per_rank, self._all_params, self.world_size)
         for group in self.param_groups:
-            self.parts.add_group(group["params"], params_per_rank)
+            self.partition.add_group(group["params"], params_per_rank)
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
@@ -214,18 +211,18 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             raise
         self._all_params = params
         self._is_trainable_mask = _C.requires_grad(params)
-        self.parts.add_group(group["params"])
+        self.partition.add_group(group["params"])
         if is_8_bit(self._optim_defaults.get("state_dtype")):
             self.optim._fp32_moments = local_optimizer.fp32_moments(self)
         self.optim.add_param_group(local_optimizer.local_group(self, -1))
-        self.parts.build_buckets()
+        self.partition.build_buckets()
         self._consolidated = None
         local_optimizer.sync(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as torch.optim.Optimizer does, including this rank's parts of them."""
         super().zero_grad(set_to_none)
-        self.parts.zero_grad(set_to_none)
+        self.partition.zero_grad(set_to_none)
 
     @bounded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -259,9 +256,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             local_optimizer.reject(self, agreement, with_norm=fused)
             raise
         if self.world_size == 1 or fused:
-            self.parts.send_updates()
+            self.partition.send_updates()
         else:
-            local_optimizer.agree(self, agreement, meanwhile=self.parts.send_updates)
+            local_optimizer.agree(self, agreement, meanwhile=self.partition.send_updates)
         return loss
 
     def _local_step(
@@ -290,7 +287,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if trainable != self._is_trainable_mask:
             if self._overlap_with_ddp:
                 raise RuntimeError("overlap_with_ddp=True: requires_grad must not change")
-            self.parts.build_buckets()
+            self.partition.build_buckets()
             self._is_trainable_mask = trainable
 
     # ---- state dicts ------------------------------------------------------------------------
@@ -379,9 +376,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         """Whether the local step unscales. torch.amp.GradScaler asks, then reads all gradients.
 
         Raises:
-            RuntimeError: gradients are reduced to their owners, so there are none to read.
+            RuntimeError: gradients are reduced to their owners, so there are none to read, or
+                backward has stepped with scaled gradients (``overlap_with_ddp``).
         """
-        if self.parts.hides_gradients:
+        if self._overlap_with_ddp:
+            raise RuntimeError(
+                "overlap_with_ddp=True steps in backward, before a gradient scaler can unscale "
+                "gradients: use no scaler"
+            )
+        if self.partition.hides_gradients:
             raise RuntimeError(
                 "gradients are reduced to the ranks that own them, so a gradient scaler has none "
                 "to check: use torchopt_ext.GradScaler with FusedAdam or FusedAdamW"
@@ -396,34 +399,19 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
     @property
     def hides_gradients(self) -> bool:
         """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
-        return self.parts.hides_gradients
+        return self.partition.hides_gradients
 
     @property
     def control(self) -> ControlView:
         """The control block of the local FusedAdam. Its decision is the same on all ranks."""
         return self.optim.control
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm that the local FusedAdam clips gradients to. Set it on all ranks.
-
-        Raises:
-            AttributeError: the local optimizer is not FusedAdam or FusedAdamW.
-        """
-        return local_optimizer.fused(self).max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        local_optimizer.fused(self).max_grad_norm = value
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether the local FusedAdam skips non-finite steps. Set it on all ranks."""
-        return local_optimizer.fused(self).skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, value: bool) -> None:
-        local_optimizer.fused(self).skip_nonfinite = value
+    max_grad_norm = local_optimizer.setting(
+        "max_grad_norm", "The norm that the local FusedAdam clips to. Set it on all ranks."
+    )
+    skip_nonfinite = local_optimizer.setting(
+        "skip_nonfinite", "Whether the local FusedAdam skips non-finite steps. Set it on all ranks."
+    )
 
     @bounded
     @torch.no_grad()
@@ -452,14 +440,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         Raises:
             ValueError: the partition is not "balanced".
         """
-        if not isinstance(self.parts, BalancedBuckets):
+        if not isinstance(self.partition, BalancedBuckets):
             raise ValueError("overlap_forward needs partition='balanced'")
-        self.parts.overlap_forward(modules)
+        self.partition.overlap_forward(modules)
 
     def wait_for_params(self) -> None:
         """Waits until all updated parameters have arrived (see :meth:`overlap_forward`)."""
-        if isinstance(self.parts, BalancedBuckets):
-            self.parts.wait_for_updates()
+        if isinstance(self.partition, BalancedBuckets):
+            self.partition.wait_for_updates()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.
@@ -471,8 +459,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             The norm before clipping: float64, 0-dim.
 
         Raises:
-            RuntimeError: a rank rejects its gradients; all ranks raise and name the rank.
+            RuntimeError: backward has stepped already (``overlap_with_ddp``), or a rank rejects its
+                gradients; all ranks raise and name the rank.
         """
+        if self._overlap_with_ddp:
+            raise RuntimeError("overlap_with_ddp=True steps in backward, before clipping")
         if self._in_join:
             raise RuntimeError(
                 "in a Join context, ranks without data only call step(): clip inside the step, "
@@ -481,8 +472,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         agreement = Agreement()
         try:
             self._notice_trainability()
-            self.parts.take_gradients()
-            mine = [param for own in self.parts.mine for param in own]
+            self.partition.take_gradients()
+            mine = [param for own in self.partition.mine for param in own]
             grads = [param.grad for param in mine if param.grad is not None]
             total = squares_of(grads, self._default_device)
         except Exception:

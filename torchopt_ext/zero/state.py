@@ -56,7 +56,7 @@ def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
     """
     if not hasattr(zero, "optim"):
         raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
-    return [zero.parts.part_of(param) for param in chain(*zero.parts.mine)]
+    return [zero.partition.part_of(param) for param in chain(*zero.partition.mine)]
 
 
 def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:

@@ -31,7 +31,7 @@ class WholeTensors:
         count_frozen: frozen parameters weigh as much as trainable parameters, as in torch.
     """
 
-    def __init__(self, ranks: Ranks, *, bucket_view: bool, count_frozen: bool) -> None:
+    def __init__(self, ranks: Ranks, bucket_view: bool, count_frozen: bool) -> None:
         self.ranks = ranks
         self.bucket_view = bucket_view
         self.count_frozen = count_frozen

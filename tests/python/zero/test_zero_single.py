@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import LARGE, MAX_PACKED_BYTES, Ranks, batches
@@ -210,6 +210,12 @@ def test_functional_optimizers_are_for_overlap() -> None:
         check_same([p.detach() for p in zero.param_groups[0]["params"]], before)
         with pytest.raises(RuntimeError, match="fully initialized"):
             zero.consolidate_state_dict()
+        with pytest.raises(RuntimeError, match="before clipping"):
+            zero.clip_grad_norm_(1.0)
+        for scaler in (torch.amp.GradScaler("cpu"), GradScaler("cpu")):
+            scaler.scale(torch.ones(()))
+            with pytest.raises(RuntimeError, match="use no scaler"):
+                scaler.step(zero)
 
 
 @pytest.mark.parametrize(("kind", "device"), [(torch.optim.AdamW, "cpu"), (FusedAdamW, "meta")])
