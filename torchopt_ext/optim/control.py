@@ -300,7 +300,7 @@ class Controlled:
 
     def count_rejected(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         """Counts a step that this rank rejects as other ranks' GPUs do: as one that overflowed."""
-        self.update_control(total, context._replace(found_inf=torch.ones(1), agreed=True))
+        self.update_control(total, context._replace(found_inf=torch.ones(1), same_flag=True))
 
     def _scaler_tensors(
         self, context: StepContext, device: torch.device
@@ -314,7 +314,7 @@ class Controlled:
         """
         scale, found_inf = context.grad_scale, context.found_inf
         if found_inf is not None:
-            if self.process_group is not None and not (context.agreed or context.check_overflow):
+            if self.process_group is not None and not (context.same_flag or context.check_overflow):
                 raise RuntimeError(
                     "torch.amp.GradScaler keeps the overflow flag of plain tensors to one rank, so "
                     "ranks of a process_group would decide differently: use torchopt_ext.GradScaler"

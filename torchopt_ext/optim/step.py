@@ -158,7 +158,7 @@ def _unless_rejected(
     skip = is_rejected(next(iter(total.values())))
     if context.found_inf is not None:
         skip += moved(context.found_inf, skip.device).reshape(())
-    return context._replace(found_inf=skip, agreed=True)
+    return context._replace(found_inf=skip, same_flag=True)
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     else:
         prepare()
     if not zero.partition.hides_gradients:  # a scaler has checked the same gradients on every rank
-        context = context._replace(agreed=True)
+        context = context._replace(same_flag=True)
     result = inner_step(zero.optim, context, **kwargs)
     if context.agreement is not None:
         # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
