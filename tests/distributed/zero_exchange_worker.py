@@ -123,11 +123,11 @@ def traffic() -> Iterator[list[int]]:
 def agree() -> None:
     """Agreement costs one length. An error of one rank is named on all."""
     with traffic() as sizes:
-        collective.agree(None, world())
+        collective.raise_together(None, world())
     assert sizes == [8]
     for error, message in (("no space", "rank 2: no space"), ("", "rank 2: ")):
         with raises(RuntimeError, message):
-            collective.agree(error if is_last() else None, world())
+            collective.raise_together(error if is_last() else None, world())
 
 
 def is_last() -> bool:
@@ -284,7 +284,7 @@ def wrong_parts(first: Entry, last: Entry, says: str) -> None:
     entries = [*entries, Entry(9 + rank, "large", torch.ones(2 * MB))]
     with raises(ValueError, "", "parameter 4 ['exp_avg']", says):
         exchange.gather_entries(entries, 0, world())
-    collective.agree(None, world())  # works, so no message is left over
+    collective.raise_together(None, world())  # works, so no message is left over
 
 
 def part(begin: int, end: int, shape: tuple[int, ...] = (2, 5), **kwargs: Any) -> Entry:
@@ -342,7 +342,7 @@ def subgroup() -> None:
     texts = collective.all_gather_text(f"global {dist.get_rank()}", group)
     assert texts == ["global 1", "global 2"]
     with pytest.raises(RuntimeError, match=r"^rank 1: bad 1$"):
-        collective.agree(f"bad {mine}" if mine else None, group)
+        collective.raise_together(f"bad {mine}" if mine else None, group)
     with pytest.raises(ValueError, match=r"position 0: 0 on rank 0; 1 on rank 1$"):
         exchange.check_same([str(mine)], "parameters", group)
 
@@ -353,11 +353,11 @@ def subgroup() -> None:
 def late(what: str, call: Callable[[dist.ProcessGroup], Any], agreed: bool = False) -> None:
     """Makes a call that the last rank does not join, or joins only in the agreement."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    collective.agree(None, group)  # connects the ranks before the call
+    collective.raise_together(None, group)  # connects the ranks before the call
     dist.barrier()
     if is_last():
         if agreed:
-            collective.agree(None, group)
+            collective.raise_together(None, group)
     elif dist.get_rank() == 0:
         begin = time.monotonic()
         message = f"^{what}: a rank of the group died, is late"

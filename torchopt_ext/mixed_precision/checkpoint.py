@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.collective import agree, fail_together
+from torchopt_ext.optim.collective import fail_together, raise_together
 from torchopt_ext.statedict.dcp import Reader, group_of, load, storable
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def save_checkpoint(
         save({KEY: states}, checkpoint_id=saving, process_group=group, no_dist=group is None)
     except (Exception, CheckpointException) as problem:
         error = f"saving the optimizer: {problem}"
-    agree(error, group)
+    raise_together(error, group)
     with fail_together(group):
         if rank == 0:
             replace(folder, saving)

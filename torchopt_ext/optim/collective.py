@@ -90,7 +90,7 @@ def all_gather_text(
     return [part.decode("utf-8", "surrogatepass") for part in found]
 
 
-def agree(
+def raise_together(
     error: str | None, group: dist.ProcessGroup | None, kind: type[Exception] = RuntimeError
 ) -> None:
     """Raises ``kind`` with all ranks' errors, if any, on every rank (None: in this process)."""
@@ -115,9 +115,9 @@ def fail_together(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(RuntimeError, ValueError):
-            agree(f"{type(error).__name__}: {error}", group, ValueError)
+            raise_together(f"{type(error).__name__}: {error}", group, ValueError)
         raise
-    agree(None, group, ValueError)
+    raise_together(None, group, ValueError)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import set_element
-from torchopt_ext.optim.collective import agree, fail_together
+from torchopt_ext.optim.collective import fail_together, raise_together
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
 from torchopt_ext.statedict.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
@@ -152,7 +152,7 @@ def read_optimizers(
         metadata = reader.read_metadata()
     except Exception as problem:  # of any kind: the other ranks must not wait for this rank
         error = f"reading the metadata of the checkpoint: {type(problem).__name__}: {problem}"
-    agree(error, group)
+    raise_together(error, group)
     saved = {}
     with fail_together(group):
         for key, optimizer in optimizers.items():

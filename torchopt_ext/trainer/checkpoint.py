@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torchopt_ext.optim.collective import agree, all_gather_text, fail_together
+from torchopt_ext.optim.collective import all_gather_text, fail_together, raise_together
 from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
@@ -406,7 +406,7 @@ class CheckpointManager:
         except (ValueError, OSError) as error:
             wrong = [str(error)]
         try:
-            agree("; ".join(wrong) or None, self._group, ValueError)
+            raise_together("; ".join(wrong) or None, self._group, ValueError)
         except ValueError as error:
             return str(error)
         return ""

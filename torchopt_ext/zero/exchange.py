@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_ext.optim.collective import (
-    agree,
     all_gather,
     all_gather_text,
     collective,
     comm_device,
+    raise_together,
     wait,
 )
 from torchopt_ext.zero import metadata
@@ -107,7 +107,7 @@ def gather_entries(
         header, tensors = _described(entries)
     except Exception as problem:  # any exception: the other ranks must not wait for this rank
         error = f"{_CONSOLIDATING}: {problem}"
-    agree(error, group)
+    raise_together(error, group)
     headers = all_gather_text(header, group, _CONSOLIDATING)
     rank = dist.get_rank(group)
     state, wanted = _result(headers, "cpu" if rank == to else "meta")
