@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    _looked_at: Mapping[int, Tensor] = {}  # parameters that fp32_moments has looked at, by id
+    _looked_at: frozenset[Tensor] = frozenset()  # parameters for which fp32_moments has chosen
 
     def __init__(
         self,
@@ -184,18 +183,19 @@ class FusedAdam(HookedStep, PlannedStep):
         """Adds the parameters that ``fp32_moments`` chooses to the storage."""
         if self._storage.state_dtype == torch.int8:
             found = fp32_params(named, self._fp32_moments, partial=partial)
-            current = params_of(self)
-            kept = self._storage.fp32_moments.intersection(current) | found
+            kept = self._storage.fp32_moments.intersection(params_of(self)) | found
             self._storage = replace(self._storage, fp32_moments=kept)
-            self._looked_at = WeakValueDictionary({id(param): param for param in current})
 
     def _look_at_new_params(self) -> None:
         """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
         if self._storage.state_dtype != torch.int8:
             return
         named = param_state.named_params(self)
-        if new := [(name, p) for name, p in named if self._looked_at.get(id(p)) is not p]:
+        if new := [(name, p) for name, p in named if p not in self._looked_at]:
             self._keep_fp32_moments(new, partial=True)
+        # Not ids, which new objects may reuse, nor weak references, with which torch swaps no
+        # tensors. Not in the constructor: parameters that Accelerate then replaces would live on.
+        self._looked_at = frozenset(p for _, p in named)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()

@@ -143,6 +143,8 @@ def test_parameters_that_are_replaced_in_groups(loads: bool) -> None:
     if loads:
         optimizer.load_state_dict(source.state_dict())
     train(model, optimizer, 1)
+    torch.utils.swap_tensors(model.bag.weight, nn.Parameter(torch.ones(5, 64)))
+    train(model, optimizer, 2)
     assert eight_bits(model, optimizer) == ["body.weight"]
 
 
