@@ -231,6 +231,7 @@ def partition_buckets(
     Each row is a bucket, the position in it of the first parameter, the number of parameters and
     their group rank. The rows are the assignments of torch's
     ``ZeroRedundancyOptimizer(overlap_with_ddp=True)``, in the order in which torch makes them.
+    Where torch runs out of ranks for a bucket, the last rank takes the rest.
 
     Args:
         numels: elements of each parameter, bucket by bucket.
@@ -241,7 +242,6 @@ def partition_buckets(
 
     Raises:
         ValueError: the lengths do not add up to ``len(numels)``.
-        RuntimeError: a bucket needs more ranks than there are; torch fails there, too.
     """
     rows = iter(_ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets))
     return list(zip(rows, rows, rows, rows, strict=True))

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 namespace torchopt_ext {
@@ -28,7 +26,7 @@ inline std::vector<int64_t> partition_whole_buckets(const std::vector<int64_t>& 
 // ZeroRedundancyOptimizer._bucket_assignments_per_rank, and ends before the parameter that brings
 // it to the threshold, an equal share of all elements. As in Python, the share is a quotient of
 // doubles, and an equal size (>=) ends a run. `numels` are the parameters' sizes, bucket by bucket.
-// Throws if a bucket has more runs than there are ranks.
+// The last rank without a run takes the rest of the bucket; torch's function fails there.
 inline std::vector<int64_t> partition_sharded_buckets(const std::vector<int64_t>& numels,
                                                       const std::vector<int64_t>& bucket_lengths,
                                                       int64_t world_size) {
@@ -53,6 +51,7 @@ inline std::vector<int64_t> partition_sharded_buckets(const std::vector<int64_t>
     std::vector<bool> used(loads.size(), false);
     int64_t offset = 0;
     int64_t size = 0;
+    int64_t unused = world_size;  // ranks without a run of this bucket
     const auto assign = [&](int64_t end) {
       size_t least = loads.size();
       for (size_t rank = 0; rank < loads.size(); ++rank) {
@@ -60,21 +59,17 @@ inline std::vector<int64_t> partition_sharded_buckets(const std::vector<int64_t>
           least = rank;
         }
       }
-      if (least == loads.size()) {
-        throw std::runtime_error("bucket " + std::to_string(b) + " needs more than " +
-                                 std::to_string(world_size) +
-                                 " ranks: its parameters are too uneven to shard it");
-      }
       rows.insert(rows.end(),
                   {static_cast<int64_t>(b), offset, end - offset, static_cast<int64_t>(least)});
       used[least] = true;
+      --unused;
       loads[least] += size;
       offset = end;
       size = 0;
     };
     for (int64_t i = 0; i < bucket_lengths[b]; ++i) {
       const int64_t numel = numels[static_cast<size_t>(begins[b] + i)];
-      if (static_cast<double>(size + numel) >= threshold && i > offset) {
+      if (static_cast<double>(size + numel) >= threshold && i > offset && unused > 1) {
         assign(i);
       }
       size += numel;

@@ -259,7 +259,8 @@ def warn_of_lost_updates(options: Mapping[str, Any], params: Iterable[nn.Paramet
     if lossy and not options.get("master_weights") and not options.get("stochastic_rounding"):
         logger.warning(
             "Parameters are %s, without master weights or stochastic rounding: updates that are "
-            "small beside a weight are lost. Set optimizer.master_weights (docs/step.md).",
+            "small beside a weight are lost. Set master_weights, with implementation 'fused' "
+            "(docs/step.md).",
             " and ".join(lossy),
         )
 

@@ -97,7 +97,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         for optimizer in self.optimizers if self.measures_norm else ():
             if isinstance(optimizer, FusedAdam):
                 optimizer.norm_in_backward = norm = NormInBackward()
-                norm.watch(optimizer.param_groups[0]["params"])
+                norm.watch(params_of(optimizer))
                 self._norms.append(norm)
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:

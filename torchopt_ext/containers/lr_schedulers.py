@@ -69,8 +69,9 @@ class LRSchedulersContainer(Stateful):
         """Continues from a saved step, and sets each group's lr to its base lr times the factor.
 
         Accepts what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it.
-        Saved base_lrs replace the current base_lrs if all schedulers here have the same base_lrs.
-        If they differ, each keeps its own, because the dict holds only one scheduler's.
+        If all groups have the same base lr, here and in the dict, the saved one replaces it. If
+        they differ, each group's base lr is its own `initial_lr`, which the optimizers' state dicts
+        hold by parameter, because this dict holds only one scheduler's: load the optimizers first.
 
         Raises:
             KeyError: last_epoch is missing.
@@ -85,11 +86,13 @@ class LRSchedulersContainer(Stateful):
         if not all(isinstance(lr, Real | Tensor) for lr in saved):
             raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
         self._try_factors(last_epoch, state_dict.get("lr_lambdas", ()))
-        same = all(base_lrs == own[0] for base_lrs in own) and len(saved) == len(own[0])
-        for scheduler, base_lrs in zip(self.schedulers, own, strict=True):
+        same = len({float(lr) for lr in chain(*own)}) <= 1 == len({float(lr) for lr in saved})
+        for scheduler in self.schedulers:
             if len(state_dict) > 1:
                 scheduler.load_state_dict(copy.deepcopy({"lr_lambdas": [], **state_dict}))
-            scheduler.base_lrs = copy.deepcopy(saved) if same else base_lrs
+            groups = scheduler.optimizer.param_groups
+            lrs = saved[:1] * len(groups) if same else [group["initial_lr"] for group in groups]
+            scheduler.base_lrs = copy.deepcopy(lrs)
             scheduler.last_epoch = last_epoch - 1
             # step() computes the lr of last_epoch. A count of 0 avoids its order warning.
             set_step_count(scheduler, 0)

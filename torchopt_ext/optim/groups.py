@@ -142,8 +142,8 @@ def expect_found(unfound: Sequence[str], names: Iterable[str]) -> None:
         known = list(names)
         nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
         raise ValueError(
-            f"no parameter has a name with {unfound}; the nearest names are {nearest}, and "
-            f"no_decay also knows {list(KINDS)}"
+            f"no parameter has a name with {unfound}; the nearest names are {nearest} (only "
+            f"no_decay also knows {list(KINDS)})"
         )
 
 

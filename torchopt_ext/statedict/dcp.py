@@ -71,7 +71,8 @@ def load(
     Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
     ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
     what is converted. Optimizers come first: if one does not fit on one rank, nothing changes on
-    any. (Only a ZeroRedundancyOptimizer is checked when those before it have been loaded.) Other
+    any, except that parameters may have got state of step 0. (Optimizers without `prepare_load`,
+    such as ZeroRedundancyOptimizer, are checked when those before them have been loaded.) Other
     objects, and optimizers whose state dicts have a layout of their own, come last and are loaded
     in place, as with ``dcp.load``. Pickled values must be plain values: no code of the files runs.
 

@@ -106,8 +106,12 @@ def _load(
         _commit(replace(slot, entry=kept), state)
     for group, found in options:
         for name, value in found.items():
-            if isinstance(group[name], Tensor):
-                group[name].fill_(value)
+            live = group[name]
+            if isinstance(live, Tensor):
+                live.fill_(value)
+            elif isinstance(live, tuple) and isinstance(live[0], Tensor):
+                for beta, new in zip(live, value, strict=True):
+                    beta.fill_(new)
             else:
                 group[name] = value
     counted = largest_step(slot.entry for slot, _ in slots)
@@ -164,7 +168,7 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
         elif value != first and (value == value or first == first):  # two NaNs count as equal
             yield (
                 f"'{key}' is {value!r} but '{other}' is {first!r}, and both parameters are in one "
-                f"group here"
+                f"group here: build the groups that were saved, such as by no_decay"
             )
 
 

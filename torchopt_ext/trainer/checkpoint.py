@@ -27,7 +27,7 @@ from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
-from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.config import ConfigError, as_config_error
 from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
@@ -414,7 +414,7 @@ class CheckpointManager:
     def _load(self, checkpoint: Path, step: int, *, model_only: bool, begin: float) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
         reader = dcp.Reader(checkpoint)
-        with fail_together(self._group):
+        with as_config_error(), fail_together(self._group):
             metadata = reader.read_metadata()
             model = {} if MODEL in excluded else self._model_state()
             model = states_of.model_to_load(model, metadata, checkpoint)

@@ -123,9 +123,12 @@ def checked(kind: Any, value: Any) -> Any:
         return [checked(inner[0], item) for item in value]
     if origin is dict:
         if isinstance(value, str):
-            pairs = (item.rpartition("=") for item in value.split(",") if item.strip())
-            value = {key.strip(): inner[1](number) for key, _, number in pairs}
-        if not isinstance(value, dict):
+            pairs = [item.rpartition("=") for item in value.split(",") if item.strip()]
+            try:
+                value = {key.strip(): inner[1](number) for key, _, number in pairs}
+            except ValueError:
+                raise TypeError from None
+        if not isinstance(value, dict) or "" in value:
             raise TypeError
         return {key: checked(inner[1], item) for key, item in value.items()}
     if kind is float and type(value) is int:

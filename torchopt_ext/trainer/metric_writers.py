@@ -31,11 +31,11 @@ class Lines:
         self._colored = colored
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        line = one_line(step, metrics)
+        parts = parts_of(step, metrics)
         if self._colored:
-            parts = zip(cycle(_COLORS), line.split("  "))
-            line = "  ".join(f"\033[{color}m{part}" for color, part in parts) + "\033[39m"
-        print(line, flush=True)
+            parts = [f"\033[{color}m{part}" for color, part in zip(cycle(_COLORS), parts)]
+            parts[-1] += "\033[39m"
+        print("  ".join(parts), flush=True)
 
     def close(self) -> None:
         pass
@@ -64,7 +64,7 @@ class ProgressBar:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         shown = describe(metrics)
         if "loss" not in shown:
-            self._tqdm.write(one_line(step, metrics))
+            self._tqdm.write("  ".join(parts_of(step, metrics)))
             return
         if self._bar is None:  # a resumed job starts in the middle
             self._bar = self._tqdm(
@@ -99,9 +99,9 @@ def describe(metrics: dict[str, float]) -> dict[str, str]:
     }
 
 
-def one_line(step: int, metrics: dict[str, float]) -> str:
-    """Returns a step's metrics that a console shows, in a line."""
-    return "  ".join([f"step: {step:2}", *map(": ".join, describe(metrics).items())])
+def parts_of(step: int, metrics: dict[str, float]) -> list[str]:
+    """Returns a step's metrics that a console shows in a line, each as a text."""
+    return [f"step: {step:2}", *map(": ".join, describe(metrics).items())]
 
 
 class JsonLines:

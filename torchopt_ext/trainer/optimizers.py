@@ -156,10 +156,10 @@ def build_for_stage(
     if not named:
         raise ConfigError("no parameter of the model is trainable")
     with as_config_error():
-        patterns = {*job_config.optimizer.no_decay, *job_config.optimizer.lr_multipliers}
+        patterns = [name for name in job_config.optimizer.no_decay if name not in KINDS]
+        patterns += job_config.optimizer.lr_multipliers
         names = {param: [name] for name, param in named}
-        found = {pattern for pattern in patterns if params_matching(pattern, names)}
-        expect_found(sorted(patterns - found - {*KINDS}), dict(named))
+        expect_found([p for p in patterns if not params_matching(p, names)], dict(named))
         reject_ineffective(optimizers.defaults, [param for _, param in named])
         if is_8_bit(optimizers.defaults.get("state_dtype")):
             # A stage does not know whether a pattern is found in another stage.

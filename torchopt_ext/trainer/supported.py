@@ -122,9 +122,9 @@ def check_supported(job_config: JobConfig) -> None:
             "optimizer.norm_in_backward has no effect with fault_tolerance.enable: replica groups "
             "average gradients after backward, which changes the norm"
         )
-    checkpoint = job_config.checkpoint
+    checkpoint, unset = job_config.checkpoint, (-1, None, False, "")
     for name in ("load_step", "initial_load_path", "create_seed_checkpoint", "export_safetensors"):
-        if not checkpoint.enable_checkpoint and getattr(checkpoint, name) not in (-1, None, False):
+        if not checkpoint.enable_checkpoint and getattr(checkpoint, name) not in unset:
             wrong.append(f"checkpoint.{name} needs checkpoint.enable_checkpoint, which is false")
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")

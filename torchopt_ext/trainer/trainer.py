@@ -275,7 +275,8 @@ class Trainer(Stateful):
         if usable:
             with self._optimizer_time:
                 self.optimizers.step()
-        self._step_lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        lrs = (lr for scheduler in self.lr_schedulers.schedulers for lr in scheduler.get_last_lr())
+        self._step_lr = max(map(float, lrs), default=math.nan)
         self.lr_schedulers.step()
         if usable and not getattr(self.optimizers, "committed", True):
             logger.warning("The replica groups refused to commit step %d", self.step)
@@ -458,7 +459,8 @@ class Trainer(Stateful):
             f"{self._skips.consecutive} steps in a row were skipped for gradients or losses that "
             f"are not finite, up to step {self.step}; the last checkpoint before them is "
             + ("none" if newest is None else f"step {newest} in {self.checkpointer.folder}")
-            + "; a restart repeats them: change a setting before it, such as optimizer.lr"
+            + "; a restart repeats them: change training.seed or the data before it, or go back by "
+            "checkpoint.load_step"
         )
 
     # ---- what checkpoints hold of the Trainer ----------------------------------------------------

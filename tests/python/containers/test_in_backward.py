@@ -22,13 +22,13 @@ def in_backward(choice, parts):
     return OptimizersInBackwardContainer(parts, choice.cls, choice.all_kwargs())
 
 
-def both(parts, backwards_per_step=1, **kwargs):
+def both(parts, backwards_per_step=1, no_decay=(), **kwargs):
     """Returns a container that steps in backward, and a plain container of copies."""
     copies, kwargs = copy.deepcopy(parts), {"lr": 1e-2, **kwargs}
     container = OptimizersInBackwardContainer(
-        parts, FusedAdamW, kwargs, backwards_per_step=backwards_per_step
+        parts, FusedAdamW, kwargs, backwards_per_step=backwards_per_step, no_decay=no_decay
     )
-    return container, OptimizersContainer(copies, FusedAdamW, kwargs), copies
+    return container, OptimizersContainer(copies, FusedAdamW, kwargs, no_decay=no_decay), copies
 
 
 def parameters(parts):
@@ -210,7 +210,7 @@ def test_gradients_of_a_step_not_wanted_can_be_cleared(parts):
 @pytest.mark.parametrize("single", [True, False])
 def test_gradients_are_clipped_as_in_the_plain_container(parts, assert_same, known, single):
     parts = parts[: 1 if single else 2]
-    container, plain, copies = both(parts, max_grad_norm=0.25)
+    container, plain, copies = both(parts, max_grad_norm=0.25, no_decay=["bias"])
     for seed in range(3):
         backward(copies, seed)
         plain.step()

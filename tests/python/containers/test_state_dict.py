@@ -570,3 +570,13 @@ def test_numbers_in_a_users_state_stay_numbers(parts, set_grads):
     container.load_state_dict(saved)
     assert all(type(entry["step"]) is int for entry in container.state.values())
     assert {entry["step"] for entry in container.state.values()} == {1}
+
+
+def test_tensor_betas_stay_the_given_tensors(model):
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    container = OptimizersContainer([model], FusedAdamW, {"betas": betas})
+    saved = copy.deepcopy(container.state_dict())
+    betas[0].fill_(0.5)
+    container.load_state_dict(saved)
+    assert container.param_groups[0]["betas"] == betas
+    assert betas[0].item() == pytest.approx(0.9)

@@ -281,7 +281,10 @@ def test_every_setting_has_a_text() -> None:
         (["--training.no_steps"], "training.steps is not a switch"),
         (["--optimizer.implementation", "best"], "expected one of 'for-loop', 'foreach', 'fused'"),
         (["--optimizer.track", "norms,all"], "each item one of 'norms', 'lost_updates', 'digest'"),
-        (["--optimizer.lr_multipliers", "x"], "is 'x', expected a table, or name=value,..."),
+        *(
+            (["--optimizer.lr_multipliers", text], f"is '{text}', expected a table, or name=value")
+            for text in ("x", "0.5", "=0.5", "a=b")
+        ),
         (["100"], "'100' belongs to no option"),
         (["--config", "nowhere.toml"], "there is no nowhere.toml"),
         (["--job.custom_config_module", "nowhere"], "job.custom_config_module is 'nowhere'"),
