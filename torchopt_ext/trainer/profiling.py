@@ -23,6 +23,7 @@ def _write(what: str, path: Path, write: Callable[[str], object]) -> None:
     """Writes a file, or logs why it cannot be written, so that training continues."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         write(str(path))
         path.stat()  # torch's profiler raises no error of a full disk
     except OSError as error:
