@@ -324,8 +324,29 @@ def low_precision_shards(folder: Path, shared: list[str]) -> None:
 
 
 @case(2)
+def sigterm_at_one_rank(folder: Path, shared: list[str]) -> None:
+    """A signal at one rank ends all ranks after one step."""
+    settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
+    with trainer_of(folder, shared, *settings) as trainer:
+        step = trainer.train_step
+
+        def with_signal(*args: Any) -> None:
+            if trainer.step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(*args)
+
+        trainer.train_step = with_signal  # type: ignore[method-assign]
+        trainer.train()
+        found = trainer.stopped_by, trainer.step, trainer.checkpointer.newest()
+        assert found == ("SIGTERM", 4, 4)
+
+
+@case(2)
 def a_stage_that_fails(folder: Path, shared: list[str]) -> None:
-    """All stages end if the last one's optimizers cannot be built."""
+    """All stages end if the last one's optimizers cannot be built.
+
+    It comes last, because its ranks have no group left that could agree on another port.
+    """
     importlib.import_module("examples.byte_llama")
     spec = get_train_spec("byte_llama")
 
@@ -342,24 +363,6 @@ def a_stage_that_fails(folder: Path, shared: list[str]) -> None:
     own = "no optimizer for the last stage"
     expected = own if os.environ["RANK"] == "1" else f"rank 1: ConfigError: {own}"
     assert str(error.value) == expected
-
-
-@case(2)
-def sigterm_at_one_rank(folder: Path, shared: list[str]) -> None:
-    """A signal at one rank ends all ranks after one step."""
-    settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
-    with trainer_of(folder, shared, *settings) as trainer:
-        step = trainer.train_step
-
-        def with_signal(*args: Any) -> None:
-            if trainer.step == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            step(*args)
-
-        trainer.train_step = with_signal  # type: ignore[method-assign]
-        trainer.train()
-        found = trainer.stopped_by, trainer.step, trainer.checkpointer.newest()
-        assert found == ("SIGTERM", 4, 4)
 
 
 def main() -> None:
