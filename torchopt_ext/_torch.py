@@ -220,6 +220,11 @@ def fsdp_params(module: Any) -> list[Any]:
     return [param for group in groups for param in group.fsdp_params]
 
 
+def is_flat(param: Any) -> bool:
+    """Returns whether FullyShardedDataParallel (FSDP1) has flattened a parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 add_gather_extension = methodcaller("_init_extensions")
 """Lets FSDP2 detect an all-gather extension that was set on a shard after ``fully_shard``."""
 

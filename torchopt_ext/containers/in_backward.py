@@ -164,8 +164,11 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 "compute loss and gradients first, then call step()"
             )
         self._watch_swapped()
-        unseen = any(param.grad is not None for param in self._optimizer_of)  # by hooks
-        if unseen or self._counts or self._backwards is None:  # other ranks may have gradients
+        if (
+            self._backwards is None  # other ranks may have gradients
+            or self._counts
+            or any(param.grad is not None for param in self._optimizer_of)  # hooks saw none of them
+        ):
             self._update(self._context)
         if not self._noted:  # for schedulers: some parameters may never get a gradient
             self._noted = True
@@ -185,7 +188,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         if self.measures_norm:
             super().zero_grad()
-        self._clear()
+            self._counts = {}
+        else:
+            self._clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchopt_ext._torch import is_flat
 from torchopt_ext.optim.arguments import expect_numbers
 from torchopt_ext.statedict.entries import unwrapped
 
@@ -164,7 +165,7 @@ def _names_and_kinds(
     for prefix, module in modules:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             whole = f"{prefix}.{name}" if prefix else name
-            if getattr(param, "_fsdp_flattened", False):
+            if is_flat(param):
                 raise ValueError(
                     f"{whole} is flattened by FullyShardedDataParallel, which hides what it is: "
                     f"shard the model with torch.distributed.fsdp.fully_shard instead"

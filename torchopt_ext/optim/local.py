@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, local_shard
+from torchopt_ext._torch import all_reduce_coalesced, is_dtensor, is_flat, local_shard
 from torchopt_ext.optim.collective import collective, comm_device, run
 
 NormKey: TypeAlias = tuple[Any, ...]
@@ -82,8 +82,7 @@ SHARDS_ELSEWHERE = (
 def is_flattened(param: Any) -> bool:
     """Returns whether FullyShardedDataParallel (FSDP1) of several ranks made a parameter flat."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    flat = getattr(param, "_fsdp_flattened", False)
-    return bool(flat and ranks and torch.distributed.get_world_size() > 1)
+    return is_flat(param) and ranks and torch.distributed.get_world_size() > 1
 
 
 def norm_key(param: Tensor) -> NormKey:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +276,9 @@ class Trainer(Stateful):
         if usable:
             with self._optimizer_time:
                 self.optimizers.step()
-        lrs = (lr for scheduler in self.lr_schedulers.schedulers for lr in scheduler.get_last_lr())
-        self._step_lr = max(map(float, lrs), default=math.nan)
+        if self.metrics_processor.should_log(self.step):  # a rate on a GPU makes the host wait
+            own = (scheduler.get_last_lr() for scheduler in self.lr_schedulers.schedulers)
+            self._step_lr = max(map(float, chain(*own)), default=math.nan)
         self.lr_schedulers.step()
         if usable and not getattr(self.optimizers, "committed", True):
             logger.warning("The replica groups refused to commit step %d", self.step)
