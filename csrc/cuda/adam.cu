@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(kAdamThreads)
 // Blocks on a multiprocessor: four where registers suffice, with 64 to 112 bytes of loads in flight
 // in each thread. On an H100 four blocks took a tenth less time than three over 2,000 tensors of
 // 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
-// (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16) and 14 % (stochastic) less
-// than two, although the fp32 and bf16 kernels spill some of the 16 dithers that each thread keeps.
+// (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16), 14 % (stochastic) and 13 %
+// (8-bit remainders, although they spill 6 registers) less than two.
 constexpr int blocks_of(AdamKind kind) {
   switch (kind) {
     case AdamKind::kFloat32:
@@ -30,6 +30,7 @@ constexpr int blocks_of(AdamKind kind) {
     case AdamKind::kInt8Float32:
     case AdamKind::kInt8BFloat16:
     case AdamKind::kInt8Rounded:
+    case AdamKind::kInt8Remainder8:
       return 3;
     default:
       return 2;
@@ -55,6 +56,8 @@ void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients
   prepare_kernel<<<grid, kAdamThreads, 0, stream>>>(args, gradients, groups);
 }
 template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
+template void launch_prepare(const AdamArgs&, const SomeGradients&, const ParamGroups&,
+                             cudaStream_t);
 template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
                              cudaStream_t);
 

@@ -26,6 +26,17 @@ TORCHOPT_HD inline typename L::Random random_bits_of_group(const RoundingStream&
   return random;
 }
 
+// Calls f(k) with k known at compile time: an index known only at run time would move an array from
+// registers to local memory.
+template <class F>
+TORCHOPT_HD inline void at_element(int k, const F& f) {
+  unrolled<kThreadElements>([&](int known) {
+    if (known == k) {
+      f(known);
+    }
+  });
+}
+
 // A chunk of a tensor with 8-bit moments.
 template <AdamKind kKind>
 struct QuantizedChunk {
@@ -59,8 +70,10 @@ struct QuantizedChunk {
             [&](const auto& draws, int i) { kept = update_weights<Share>(i, scales, draws); },
             [&](const auto& draws, int i, int k) {
               const auto one = update_weights<One>(i, scales, draws);
-              kept.exp_avg.element[k] = one.exp_avg.element[0];
-              kept.root.element[k] = one.root.element[0];
+              at_element(k, [&](int known) {
+                kept.exp_avg.element[known] = one.exp_avg.element[0];
+                kept.root.element[known] = one.root.element[0];
+              });
             });
       }
       exp_avg[thread] = bit_cast<uint32_t>(Share::largest(kept.exp_avg));
@@ -92,7 +105,10 @@ struct QuantizedChunk {
                 i, encode_moments<Share>(kept, inverse, rounding_offset<Share>(i - begin, draws)));
           },
           [&](const auto& draws, int i, int k) {
-            const Moments<One> one{{{kept.exp_avg.element[k]}}, {{kept.root.element[k]}}};
+            Moments<One> one{};
+            at_element(k, [&](int known) {
+              one = {{{kept.exp_avg.element[known]}}, {{kept.root.element[known]}}};
+            });
             store_codes<One>(
                 i, encode_moments<One>(one, inverse, rounding_offset<One>(i - begin, draws)));
           });
@@ -170,15 +186,14 @@ struct QuantizedChunk {
       }
       return;
     }
-    unrolled<kThreadElements>([&](int k) {
-      const int i = member + k * kGroupThreads;
-      if (i < size && draws) {
+    for (int i = member, k = 0; i < size; i += kGroupThreads, ++k) {
+      if (draws) {
         const auto drawn = random_bits_of_group<One>(stream, number, i);
         single(&drawn, begin + i, k);
-      } else if (i < size) {
+      } else {
         single(static_cast<const typename One::Random*>(nullptr), begin + i, k);
       }
-    });
+    }
   }
 };
 

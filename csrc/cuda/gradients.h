@@ -1,7 +1,8 @@
 // This step's gradients of a range of tensors as a kernel parameter: the pointers need no upload,
 // and a captured graph holds them. A kernel takes at most 32,764 bytes of parameters (CUDA 12.1,
 // sm_70); longer lists take several launches. A launch copies the whole parameter, in 6 us for 27
-// KB and 1 us for 4 KB. Most models have few enough tensors for 4 KB.
+// KB and 1 us for 4 KB, so the kernels are compiled for three lengths. Most models have few enough
+// tensors for 4 KB.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,7 @@ struct GradientsOf {
   void* memory[kMost];  // null: no gradient
 };
 using Gradients = GradientsOf<3456>;
+using SomeGradients = GradientsOf<2048>;
 using FewGradients = GradientsOf<480>;
 
 }  // namespace torchopt_ext

@@ -96,6 +96,8 @@ template <class F>
 void for_each_range(const WorkList& work, const F& f) {
   if (work.tensors.size() <= FewGradients::kMost) {
     for_each_range_as<FewGradients>(work, f);
+  } else if (work.tensors.size() <= SomeGradients::kMost) {
+    for_each_range_as<SomeGradients>(work, f);
   } else {
     for_each_range_as<Gradients>(work, f);
   }

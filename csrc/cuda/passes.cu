@@ -65,6 +65,7 @@ void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, i
   norm_kernel<<<grid, kNormThreads, 0, stream>>>(args, gradients);
 }
 template void launch_norm(const NormArgs&, const Gradients&, int, cudaStream_t);
+template void launch_norm(const NormArgs&, const SomeGradients&, int, cudaStream_t);
 template void launch_norm(const NormArgs&, const FewGradients&, int, cudaStream_t);
 
 void launch_normalize(int64_t* accumulator, cudaStream_t stream) {

@@ -12,6 +12,18 @@
 #include "plan/weight_copy.h"
 
 namespace torchopt_ext {
+namespace {
+
+// Leaves the cache line of an equal value shared: the thread that runs the passes reads values that
+// other threads have taken.
+template <class T, class Value>
+void set_if_other(T& value, Value other) {
+  if (value != other) {
+    value = other;
+  }
+}
+
+}  // namespace
 
 void StepPlan::check_step_count(size_t i) const {
   if (device_.is_cpu()) {
@@ -28,7 +40,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
     return true;
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-  known.gradient = impl;
+  set_if_other(known.gradient, impl);
   if (known.non_dense || !(impl->key_set() == known.gradient_keys) ||
       gradient.scalar_type() != known.gradient_type || impl->device() != device_ ||
       !has_shape(*impl, known.shape)) {
@@ -40,8 +52,9 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   }
   check_step_count(i);
   gradients_[i] = gradient;
-  work_.tensors[i].memory[kGrad] = const_cast<void*>(memory);
-  known.prefetch_addresses[kPersistentArrays + 1] = impl->unsafe_storage().unsafeGetStorageImpl();
+  set_if_other(work_.tensors[i].memory[kGrad], const_cast<void*>(memory));
+  const void* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  set_if_other(known.prefetch_addresses[kPersistentArrays + 1], storage);
   return true;
 }
 
@@ -163,7 +176,11 @@ void StepPlan::find_shared_versions() {
   }
 }
 
-void StepPlan::count_as_changed() const {
+// Counts the updated tensors as changed, and drops their gradients: the thread that took a gradient
+// has its reference count in its cache. On 16 cores update() over 2,000 tensors took 57 us of host
+// time, and 100 us when one thread dropped all gradients. A last reference is left to release(),
+// because a finalizer may run Python.
+void StepPlan::end_update() {
   for_each_entry(size(), [this](size_t begin, size_t end) {
     std::array<bool, kPersistentArrays>
         counted{};  // by array: whether its counter is already bumped
@@ -184,6 +201,9 @@ void StepPlan::count_as_changed() const {
       }
       if (work_.options.write_back_gradients) {
         bump_version(gradients_[i]);
+      }
+      if (gradients_[i].use_count() > 1) {
+        gradients_[i].reset();
       }
     }
   });
@@ -210,7 +230,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
     find_shared_versions();
   }
   has_updated_ = true;
-  count_as_changed();
+  end_update();
 }
 
 void StepPlan::release() {

@@ -114,8 +114,10 @@ void StepPlan::split_into_chunks() {
 
 bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
   Known& known = known_[i];
-  known.impl_changed = known.impl_changed || borrowed_[i] != tensors;
-  borrowed_[i] = tensors;
+  if (borrowed_[i] != tensors) {
+    known.impl_changed = true;
+    borrowed_[i] = tensors;
+  }
   const TensorWork& work = work_.tensors[i];
   const auto fits = [&](size_t array) {
     const c10::TensorImpl* tensor = tensors[array];

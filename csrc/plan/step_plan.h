@@ -129,7 +129,7 @@ class StepPlan {
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
-  void count_as_changed() const;
+  void end_update();
   void check_step_count(size_t i) const;
 
   WorkList work_;
