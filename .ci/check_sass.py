@@ -103,16 +103,16 @@ class Access:
 
 
 def main_loop(accesses: list[Access], branches: Iterable[tuple[int, int]]) -> list[Access]:
-    """Returns the accesses of the innermost loop that moves most bits in accesses of 128 bits and
-    more, then in all accesses. Code outside all loops counts as a loop."""
-    loops = sorted({(to, at) for at, to in branches if to <= at})
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    parts = [[x for x in accesses if first <= x.address <= last] for first, last in inner]
-    parts.append(
-        [x for x in accesses if not any(first <= x.address <= last for first, last in loops)]
-    )
+    """Returns the accesses of the loop that moves most bits in accesses of 128 bits and more, then
+    in all accesses. Loops inside a loop count for themselves, code outside all loops as a loop."""
+    loops = sorted({(to, at) for at, to in branches if to <= at}, key=lambda a: a[1] - a[0])
+    parts: dict[tuple[int, int] | None, list[Access]] = {None: []}
+    for x in accesses:
+        shortest = next((a for a in loops if a[0] <= x.address <= a[1]), None)
+        parts.setdefault(shortest, []).append(x)
     return max(
-        parts, key=lambda p: (sum(x.bits for x in p if x.bits >= 128), sum(x.bits for x in p))
+        parts.values(),
+        key=lambda p: (sum(x.bits for x in p if x.bits >= 128), sum(x.bits for x in p)),
     )
 
 
