@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
+from torchopt_ext._C import TensorMark
 from torchopt_ext._torch import is_dtensor, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
@@ -108,7 +109,10 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    _looked_at: frozenset[Tensor] = frozenset()  # parameters for which fp32_moments has chosen
+    # Marks of the parameters for which fp32_moments has chosen, by id. Another parameter may get the
+    # id of a freed one; torch does not swap tensors with weak references; and references would keep
+    # parameters alive that Accelerate replaces.
+    _looked_at: Mapping[int, TensorMark] = {}
 
     def __init__(
         self,
@@ -185,17 +189,19 @@ class FusedAdam(HookedStep, PlannedStep):
             found = fp32_params(named, self._fp32_moments, partial=partial)
             kept = self._storage.fp32_moments.intersection(params_of(self)) | found
             self._storage = replace(self._storage, fp32_moments=kept)
+            self._looked_at = {**self._looked_at, **{id(p): TensorMark(p) for _, p in named}}
 
     def _look_at_new_params(self) -> None:
         """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
         if self._storage.state_dtype != torch.int8:
             return
-        named = param_state.named_params(self)
-        if new := [(name, p) for name, p in named if p not in self._looked_at]:
+        known = self._looked_at
+        if new := [
+            (name, param)
+            for name, param in param_state.named_params(self)
+            if id(param) not in known or not known[id(param)].changes_with(TensorMark(param))
+        ]:
             self._keep_fp32_moments(new, partial=True)
-        # Not ids, which new objects may reuse, nor weak references, with which torch swaps no
-        # tensors. Not in the constructor: parameters that Accelerate then replaces would live on.
-        self._looked_at = frozenset(p for _, p in named)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()

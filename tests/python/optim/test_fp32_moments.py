@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,15 @@ def given(model: nn.Module, how: str) -> Any:
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
 @pytest.mark.parametrize("how", ["parameters", "names", "groups"])
-def test_embeddings_keep_them_by_default(how: str, cls: Any) -> None:
-    model = Model()
+def test_embeddings_keep_them_by_default(
+    how: str, cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, objects, searches = Model(), gc.get_objects, []
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(how) or objects())
     optimizer = cls(given(model, how), **INT8)
     train(model, optimizer, 1)
     assert eight_bits(model, optimizer) == ["body.weight"]
+    assert searches == [how]  # a search reads all objects of the process
 
 
 @pytest.mark.parametrize("master", [None, "fp32", "remainder8"])
