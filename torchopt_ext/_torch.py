@@ -17,6 +17,7 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["OptState", "tree_leaves", "tree_map_only"]
@@ -118,6 +119,33 @@ def is_hook_table(attribute: str) -> bool:
 def set_step_count(scheduler: Any, count: int) -> None:
     """Sets how often a scheduler was stepped, by which it checks the order of calls."""
     scheduler._step_count = count
+
+
+def step_together(schedulers: Sequence[Any]) -> None:
+    """Steps schedulers. Optimizers of one group with the first one's lambda share its factor.
+
+    This sets what LambdaLR.step() sets, in a tenth of its time: a container that steps in backward
+    has an optimizer for each parameter.
+    """
+    first, *others = schedulers
+    first.step()
+    step, factor, factor_of = first.last_epoch, None, getattr(first, "lr_lambdas", [None])[0]
+    for scheduler in others:
+        own = vars(scheduler)
+        # LambdaLR checks the order of calls in its second step, and fills rates that are tensors.
+        if (
+            type(scheduler) is LambdaLR
+            and own["last_epoch"] == step - 1 > 0
+            and len(own["lr_lambdas"]) == 1
+            and own["lr_lambdas"][0] is factor_of
+            and not isinstance((group := scheduler.optimizer.param_groups[0])["lr"], Tensor)
+        ):
+            if factor is None:
+                factor = factor_of(step)
+            group["lr"] = lr = own["base_lrs"][0] * factor
+            own.update(last_epoch=step, _step_count=own["_step_count"] + 1, _last_lr=[lr])
+        else:
+            scheduler.step()
 
 
 # ---- tensors -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchopt_ext import ops
-from torchopt_ext._torch import set_step_count
+from torchopt_ext._torch import set_step_count, step_together
 from torchopt_ext.containers.optimizers import OptimizersContainer, check_compat
 from torchopt_ext.optim.control import DECAY_TYPES
 
@@ -58,8 +58,7 @@ class LRSchedulersContainer(Stateful):
         return len(self.schedulers)
 
     def step(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.step()
+        step_together(self.schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the first scheduler's state dict. Others may differ only in base_lrs."""
