@@ -109,9 +109,9 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    # Marks of the parameters for which fp32_moments has chosen, by id. Another parameter may get the
-    # id of a freed one; torch does not swap tensors with weak references; and references would keep
-    # parameters alive that Accelerate replaces.
+    # Marks of the parameters for which fp32_moments has chosen, by id: another parameter may get
+    # the id of a freed one. torch does not swap tensors with weak references, and references would
+    # keep parameters alive that Accelerate replaces.
     _looked_at: Mapping[int, TensorMark] = {}
 
     def __init__(
