@@ -84,12 +84,14 @@ class LRSchedulersContainer(Stateful):
         saved = state_dict.get("base_lrs", own[0])
         if not all(isinstance(lr, Real | Tensor) for lr in saved):
             raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
-        self._try_factors(last_epoch, state_dict.get("lr_lambdas", ()))
+        factors = state_dict.get("lr_lambdas", [])
+        self._try_factors(last_epoch, factors)
         same = len({float(lr) for lr in chain(*own)}) <= 1 == len({float(lr) for lr in saved})
         for scheduler in self.schedulers:
-            if len(state_dict) > 1:
-                scheduler.load_state_dict(copy.deepcopy({"lr_lambdas": [], **state_dict}))
             groups = scheduler.optimizer.param_groups
+            if len(state_dict) > 1:  # the first scheduler, here or there, may have more groups
+                own_factors = {"lr_lambdas": factors[: len(groups)]}
+                scheduler.load_state_dict(copy.deepcopy({**state_dict, **own_factors}))
             lrs = saved[:1] * len(groups) if same else [group["initial_lr"] for group in groups]
             scheduler.base_lrs = copy.deepcopy(lrs)
             scheduler.last_epoch = last_epoch - 1
@@ -102,9 +104,9 @@ class LRSchedulersContainer(Stateful):
         """Calls copies of the factors, with their saved attributes, to raise their errors early."""
         for scheduler in self.schedulers:
             factors = [copy.copy(factor) for factor in getattr(scheduler, "lr_lambdas", ())]
-            for number, attributes in enumerate(saved):
+            for factor, attributes in zip(factors, saved, strict=False):
                 if attributes is not None:  # None for functions, which are saved without attributes
-                    vars(factors[number]).update(copy.deepcopy(attributes))
+                    vars(factor).update(copy.deepcopy(attributes))
             for factor in factors:
                 factor(step)
 

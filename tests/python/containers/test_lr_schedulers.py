@@ -1,6 +1,7 @@
 """Learning-rate schedules: the formulas of two torchtitan generations, and the container."""
 
 import copy
+import functools
 import logging
 import math
 import pickle
@@ -494,17 +495,23 @@ def test_different_base_lrs_are_kept(parts, train):
 
 def test_base_lrs_of_groups_come_from_the_optimizers(parts, train):
     """The dict is of one scheduler, perhaps of another pipeline stage, with other groups."""
-    kwargs = {"lr": BASE_LR}
-    stages = [
-        OptimizersContainer([part], FusedAdamW, kwargs, lr_multipliers=factors, partial=True)
-        for part, factors in zip(parts, ({"weight": 0.5}, {"bias": 4.0}), strict=True)
-    ]
-    schedulers = [LRSchedulersContainer(stage, lambda step: 1.0) for stage in stages]
-    for stage, own, factors in zip(stages, schedulers, ([0.5, 1.0], [1.0, 4.0]), strict=True):
+    first, second = parts
+    saved = None
+    for part, multipliers, factors in (
+        (first, {"weight": 0.5}, [0.5, 1.0]),
+        (second, {"bias": 4.0}, [1.0, 4.0]),
+        (second, {}, [1.0]),
+    ):
+        stage = OptimizersContainer(
+            [part], FusedAdamW, {"lr": BASE_LR}, lr_multipliers=multipliers, partial=True
+        )
+        schedulers = LRSchedulersContainer(stage, functools.partial(max, 1.0))
+        saved = saved or schedulers.state_dict()
         stage.load_state_dict(copy.deepcopy(stage.state_dict()))
-        own.load_state_dict(schedulers[0].state_dict())
+        schedulers.load_state_dict(saved)
         expected = [BASE_LR * factor for factor in factors]
-        assert own.schedulers[0].base_lrs == own.schedulers[0].get_last_lr() == expected
+        (scheduler,) = schedulers
+        assert scheduler.base_lrs == scheduler.get_last_lr() == expected
 
 
 def test_a_common_base_lr_comes_from_the_dict(parts, train):
