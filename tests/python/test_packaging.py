@@ -173,6 +173,11 @@ class TestImport:
         assert set(more) <= {"torchopt_ext", *sys.stdlib_module_names}
 
     @pytest.mark.newest_torch
+    def test_the_trainer_leaves_dynamo_to_models_and_pipelines(self) -> None:
+        imported = "import sys, torchopt_ext.trainer; print('torch._dynamo' in sys.modules)"
+        assert run(imported) == ["False"]
+
+    @pytest.mark.newest_torch
     def test_everything_works_without_numpy(self, tmp_path: Path) -> None:
         run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
 

@@ -1,31 +1,34 @@
-"""Splits a model into pipeline stages, and builds torch's schedule for this rank's stages."""
+"""Splits a model into pipeline stages, and builds torch's schedule for this rank's stages.
+
+Functions import torch.distributed.pipelining, because it imports torch._dynamo, which takes half a
+second: help and errors of a configuration come without it.
+"""
+
+from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
 from torchopt_ext.trainer.initial_weights import tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import layers_of
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 ParallelizeFunction = Callable[[nn.Module, DeviceMesh, ParallelDims, JobConfig], nn.Module]
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+Schedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
 
 
 def pipeline(
@@ -62,6 +65,13 @@ def pipeline(
         ConfigError: A schedule, split or size does not fit, or two stages would have the same
             parameter. The message says which. All ranks raise.
     """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
+        get_schedule_class,
+    )
+
     config, training = job_config.parallelism, job_config.training
     try:
         schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
@@ -133,6 +143,8 @@ def split_layers(
     Raises:
         ValueError: The number of stages does not fit schedule and ranks, or a split point is wrong.
     """
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
     points = config.pipeline_parallel_split_points
     per_stage = config.pipeline_parallel_layers_per_stage
     before = config.pipeline_parallel_first_stage_less_layers
@@ -164,7 +176,7 @@ def split_layers(
             )
     stages = len(bounds) - 1
     a_rank = stages // ranks
-    v_style = schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    v_style = _is_v_shaped(schedule_class)
     wanted = "one" if single else "two" if v_style else "two or more"
     fits = a_rank == 1 if single else a_rank == 2 if v_style else a_rank >= 2
     if stages % ranks or not fits:
@@ -179,9 +191,15 @@ def stages_of_rank(
     rank: int, ranks: int, stages: int, schedule_class: type[Schedule]
 ) -> tuple[int, ...]:
     """Returns a rank's stages: every `ranks`-th, or for V-shaped schedules one from each end."""
-    if schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+    if _is_v_shaped(schedule_class):
         return (rank, stages - 1 - rank)
     return tuple(range(rank, stages, ranks))
+
+
+def _is_v_shaped(schedule_class: type[Schedule]) -> bool:
+    from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleZBVZeroBubble
+
+    return schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
 def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
