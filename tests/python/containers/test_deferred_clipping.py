@@ -1,6 +1,7 @@
 """Deferred clipping: the call before the step only measures, and the step clips once."""
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -195,6 +196,9 @@ def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
     assert norm > MAX_NORM
     container.step()
     assert titan.clip_grad_norm_(parameters(parts[:1]), MAX_NORM) == 0  # torchtitan's result
+    kept = weakref.ref(container)
+    del container
+    assert kept() is None  # before the garbage collector runs
 
 
 # Calls left to torchtitan
