@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 FAULTS = {  # by fault: a part of its kinds' names, "" for all kinds
     "argument": "",
     "closure": "",
+    "hook": "",
     "shape": "",
     "sparse": "Adam",
     "setting": "Fused",
@@ -41,7 +42,7 @@ FAULTS = {  # by fault: a part of its kinds' names, "" for all kinds
 
 
 def failing() -> None:
-    raise ZeroDivisionError("the closure")
+    raise ZeroDivisionError("the closure or hook")
 
 
 def content(optimizer: Any) -> Any:
@@ -58,7 +59,9 @@ def local(tensor: Any) -> Any:
 
 def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
     """Prepares a fault and returns the call that rank 1 makes instead of a good step."""
-    if fault == "setting":
+    if fault == "hook":
+        handle = optimizer.register_step_pre_hook(lambda *_: handle.remove() or failing())
+    elif fault == "setting":
         optimizer.param_groups[0]["lr"] = torch.ones(2)
     elif fault == "scaler":
         optimizer.grad_scale = torch.ones(2)

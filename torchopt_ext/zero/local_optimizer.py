@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -222,3 +223,18 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
                 fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)
+
+
+def rejects_if_raised(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a hook of ``zero`` that comes before a step, for which the other ranks may wait."""
+
+    @functools.wraps(hook)
+    def wrapper(zero: ZeroRedundancyOptimizer, *args: Any) -> Any:
+        try:
+            return hook(zero, *args)
+        except Exception:
+            if not zero._overlap_with_ddp:  # with overlap, step() does nothing
+                reject(zero, Agreement(), with_norm=isinstance(zero.optim, FusedAdam))
+            raise
+
+    return wrapper

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C, ops
 from torchopt_ext.optim import FusedAdam
@@ -260,6 +261,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         else:
             local_optimizer.agree(self, agreement, meanwhile=self.partition.send_updates)
         return loss
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook as torch does. If it raises, this rank rejects the step."""
+        return super().register_step_pre_hook(local_optimizer.rejects_if_raised(hook))
 
     def _local_step(
         self,
