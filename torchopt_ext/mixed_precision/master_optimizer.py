@@ -124,9 +124,19 @@ class MasterOptimizer(Controlled):
         self._table = None
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields every parameter of the model, and the tensor that the optimizer steps for it."""
-        for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
-            yield from zip(own["params"], group["params"], strict=True)
+        """Returns every parameter of the model, and the tensor that the optimizer steps for it.
+
+        Raises:
+            RuntimeError: the groups do not have as many parameters as they had.
+        """
+        own = [group["params"] for group in self.param_groups]
+        held = [group["params"] for group in self.optim.param_groups]
+        if list(map(len, held)) != list(map(len, own)):
+            raise RuntimeError(
+                f"the base's groups have {[*map(len, held)]} parameters, expected "
+                f"{[*map(len, own)]}: FSDPadaptOptimizer.add_param_group() is what adds a group"
+            )
+        return zip(chain(*own), chain(*held), strict=True)
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
@@ -196,15 +206,10 @@ class MasterOptimizer(Controlled):
 
     def _collect(self) -> _Table:
         """Returns the table of all parameters, with this step's gradients checked."""
-        groups = [group["params"] for group in self.optim.param_groups]
         own = [group["params"] for group in self.param_groups]
-        if list(map(len, groups)) != list(map(len, own)):
-            raise RuntimeError(
-                f"the base's groups have {[*map(len, groups)]} parameters, expected "
-                f"{[*map(len, own)]}: FSDPadaptOptimizer.add_param_group() is what adds a group"
-            )
+        held = [master for _, master in self._pairs()]
         table = self._table
-        if table is None or not all(map(operator.is_, groups, table.groups)):
+        if table is None or not all(map(operator.is_, held, table.masters)):
             table = _Table(own, self.optim)
         if table.unfrozen():
             self.create_masters(lambda param: param.grad is not None)
@@ -288,11 +293,16 @@ class _Table:
     """
 
     def __init__(self, params: list[list[Tensor]], optim: Optimizer) -> None:
-        self.groups = [group["params"] for group in optim.param_groups]
         self.params = list(chain(*params))
-        self.masters: list[Tensor] = list(chain(*self.groups))
+        self.masters = list(chain(*(group["params"] for group in optim.param_groups)))
         self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
         pairs = list(zip(self.params, self.masters, strict=True))
+        for name, (param, master) in zip(self.names, pairs, strict=True):
+            if master is not param and not getattr(master, "is_master_weight", False):
+                raise RuntimeError(
+                    f"parameter {name} was replaced in the base's groups: build the base and "
+                    f"FSDPadaptOptimizer for the new parameters"
+                )
         self._is_wide = [master is not param for param, master in pairs]
         self.own_masters = [master for param, master in pairs if master is not param]
         self._without_master = [param for param, master in pairs if master is param]

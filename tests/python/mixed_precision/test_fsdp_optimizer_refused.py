@@ -265,6 +265,21 @@ def test_groups_that_cannot_be_added(kind: str, wrong: str) -> None:
     assert_goes_on(params, ours, kind)
 
 
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_groups_changed_from_outside(how: str) -> None:
+    params, ours = named("SGD", grad_scal_cfg=DYNAMIC)
+    backward(ours, params, coefficients(params, 2))
+    before = everything(ours, params)
+    held = ours.param_groups[0]["params"]
+    kept = list(held)
+    held[1:2] = [nn.Parameter(torch.ones(3))] if how == "replaced" else []
+    with pytest.raises(RuntimeError, match="base's groups"):
+        ours.step()
+    held[:] = kept
+    assert everything(ours, params) == before
+    assert_goes_on(params, ours, "SGD")
+
+
 # ---- state dicts ---------------------------------------------------------------------------------
 
 
