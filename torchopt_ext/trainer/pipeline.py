@@ -1,6 +1,6 @@
 """Splits a model into pipeline stages, and builds torch's schedule for this rank's stages.
 
-Functions import torch.distributed.pipelining, because it imports torch._dynamo, which takes half a
+Functions import torch.distributed.pipelining, because it imports the compiler, which takes half a
 second: help and errors of a configuration come without it.
 """
 
