@@ -219,7 +219,9 @@ def foreign_state() -> None:
     if dist.get_rank() == 0:
         for param in model.parameters():
             _ = zero.state[param]
+        zero.state["count"] = 0  # not by parameter
     zero.consolidate_state_dict(to=0)
+    assert dist.get_rank() != 0 or zero.state["count"] == 0
     assert dist.get_rank() != 0 or len(zero.state_dict()["state"]) == 8
 
 

@@ -66,9 +66,8 @@ def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
     """
     parts = local_parts(zero)
     numbers = {part.tensor: number for number, part in enumerate(parts)}
-    for key in [k for k in zero.optim.state if isinstance(k, Tensor) and k not in numbers]:
-        if not zero.optim.state[key]:  # a lookup of another rank's parameter has made this entry
-            del zero.optim.state[key]
+    for key in [key for key, entry in zero.optim.state.items() if entry == {}]:
+        del zero.optim.state[key]  # a lookup has made it, perhaps of another rank's parameter
     if hasattr(zero.optim, "state_dict"):
         extra = dict(zero.optim.state_dict())
         state = extra.pop("state")

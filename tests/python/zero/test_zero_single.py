@@ -14,7 +14,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim.utils import functional_optim_map
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -229,6 +232,27 @@ def test_steps_in_backward_find_loaded_counts_where_they_need_them(kind: Any, de
     zero._init_zero_for_overlap()
     zero.load_state_dict(plain.state_dict())
     assert {entry["step"].device.type for entry in zero.optim.state.values()} == {device}
+
+
+@every_kind
+def test_torchs_own_hook(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's hook rejects gloo, with which ranks may wait for each other; here is one rank."""
+    models = [nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ddp = DistributedDataParallel(models[0], bucket_cap_mb=0.01)
+    cls, defaults = KINDS[kind]
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **defaults)
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "get_backend", lambda group: "nccl")
+        ddp.register_comm_hook(None, ddp_zero_hook.hook_with_zero_step(allreduce_hook, ddp, zero))
+    plain = cls(models[1].parameters(), **defaults)
+    for step in range(5):
+        for model, optimizer in ((ddp, zero), (models[1], plain)):
+            optimizer.zero_grad()
+            model(torch.ones(2, 70) + step).square().mean().backward()
+            if optimizer is plain and step >= 2:  # DDP's final buckets are known
+                optimizer.step()
+    check_same(list(models[0].state_dict().values()), list(models[1].state_dict().values()))
 
 
 @pytest.mark.parametrize(
