@@ -438,6 +438,9 @@ def test_without_a_norm_each_optimizer_makes_its_own_step(parts):
     container = OptimizersContainer(parts, Own, {"lr": 1e-2})
     container.step()
     assert calls == container.optimizers
+    container.optimizers[0] = FusedAdamW(parts[0].parameters())
+    container.step()
+    assert calls[2:] == container.optimizers[1:]
 
 
 def test_clipping_arguments_are_torchs_typeerror_with_torchs_classes(parts):
