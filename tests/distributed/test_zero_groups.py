@@ -12,4 +12,4 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def test_ranks_that_act_differently(run_ranks: Callable[[str, int], Results]) -> None:
-    assert_passed(run_ranks("zero_groups_worker.py", 4), 22)
+    assert_passed(run_ranks("zero_groups_worker.py", 4), 23)

@@ -281,6 +281,21 @@ def uneven(
     assert max(off(model, twin), state_off(zero, plain)) <= ROUNDING
 
 
+def wide_gradients() -> None:
+    """Rank 0, which owns a bf16 parameter and is out of data, steps with fp32 gradients."""
+    param = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    zero = adam([param])
+    for _ in range(2):
+        zero.zero_grad()
+        with Join([zero]):
+            for _ in range(dist.get_rank() + 1):
+                param.grad = torch.full((70,), 1 + 2**-12)
+                zero.step()
+        assert param.grad.dtype == torch.float32
+        assert (param.grad == 1 + 2**-12).all()
+
+
 def left_out() -> None:
     """Trains in DDP's own Join context, which does not include the optimizer: all ranks raise."""
     ddp = DDP(layers(2))
@@ -346,6 +361,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "uneven scaled hook": lambda: uneven(scaler=GradScaler, hook=True, **BALANCED),
         "left out": left_out,
         "ended early": ended_early,
+        "wide gradients": wide_gradients,
         "sharded join": sharded_join,
     }
 

@@ -16,6 +16,12 @@ from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
 
+# None for no gradient; else the dtype, which grad_dtype may have set.
+_DTYPES = (
+    *(None, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.float64, torch.complex64, torch.complex128),
+)
+
 
 class _Hook(JoinHook):
     def __init__(self, zero: "JoinSupport") -> None:
@@ -116,21 +122,23 @@ def share(
         The step's context. On ranks out of data it has the scale and flags of the sending rank.
     """
     scaling = [nan if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
-    present = [float(param.grad is not None) for param in params]
-    values = [float(not out_of_data), *scaling, context.check_overflow, *present]
+    dtypes = [None if param.grad is None else param.grad.dtype for param in params]
+    values = [float(not out_of_data), *scaling, context.check_overflow]
+    values += map(_DTYPES.index, dtypes)
     mine = torch.tensor(values, dtype=torch.float32)
     all_ranks = all_gather(mine, ranks.group, "exchanging which ranks have data")
     found = [of_rank.tolist() for of_rank in all_ranks]
     source = next(rank for rank, of_rank in enumerate(found) if of_rank[0])
     if all(of_rank[0] for of_rank in found):
         return context
-    _, scale, flag, check_overflow, *present = found[source]
-    for param, there in zip(params, present, strict=True):
+    _, scale, flag, check_overflow, *numbers = found[source]
+    for param, number in zip(params, numbers, strict=True):
+        dtype = _DTYPES[int(number)]
         if out_of_data:
-            param.grad = torch.empty_like(param) if there else None
-        if there and param.numel():
+            param.grad = None if dtype is None else torch.empty_like(param, dtype=dtype)
+        if dtype is not None and param.numel():
             assert param.grad is not None
-            sent = param.grad.to(param.dtype).contiguous()
+            sent = param.grad.to(dtype).contiguous()
             with collective("sending gradients to ranks out of data"):
                 memory = sent.view(-1).view(torch.uint8)
                 run(dist.broadcast, memory, ranks.global_rank(source), group=ranks.group)
