@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -223,6 +224,19 @@ def foreign_state() -> None:
     zero.consolidate_state_dict(to=0)
     assert dist.get_rank() != 0 or zero.state["count"] == 0
     assert dist.get_rank() != 0 or len(zero.state_dict()["state"]) == 8
+
+
+def torchs_hook_in_a_subgroup() -> None:
+    """torch's hooks, which take a global rank for a rank of the group, raise before they step."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    params = [*layers(1).parameters()]
+    zero = ZeroRedundancyOptimizer(
+        params, FusedAdamW, process_group=groups[dist.get_rank()], overlap_with_ddp=True
+    )
+    zero._overlap_info.params_per_bucket.append(params)
+    raises = pytest.raises(RuntimeError, match="takes global ranks")
+    with raises if dist.get_rank() else nullcontext():
+        zero._init_zero_for_overlap()
 
 
 def second_optimizer() -> None:
@@ -485,6 +499,7 @@ CASES: dict[str, Callable[[], None]] = {
         closure_replaces_memory,
         clipped_copies,
         foreign_state,
+        torchs_hook_in_a_subgroup,
         second_optimizer,
         load_refused_on_one_rank,
         group_refused,

@@ -175,7 +175,7 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
 def _commit(slot: Slot, state: dict[str, Any]) -> None:
     """Writes a checked entry into the live tensors in place: a captured graph may read them."""
     keeps_master = bool(MASTERS.keys() & state.keys())
-    for name in MASTERS.keys() - slot.entry.keys() if slot.entry else ():
+    for name in MASTERS.keys() - slot.entry.keys():
         state.pop(name, None)  # the next step makes it from the other entries (fit_master)
     for name, value in slot.entry.items():
         live = state.get(name)

@@ -300,6 +300,11 @@ def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, ste
     if target is not None:
         assert_same_bits(exact_weights(other, loading), exact)
     assert all(float(state["step"]) == 3 for state in loading.state.values())
+    other[2].requires_grad_(False)
+    saved = {k: v for k, v in saving.state_dict().items() if not k.startswith("state.2.")}
+    loading.load_state_dict(saved)  # saved before the first step of a layer that is frozen now
+    held = loading.state[other[2].weight].keys()
+    assert not held & {"master_weight", "remainder", "remainder8"}
 
 
 @pytest.fixture
