@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -119,10 +119,11 @@ class CheckpointManager:
         self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
         self._pending: tuple[int, Future[None]] | None = None
         self._staged: Staged | None = None
+        self._lock: IO[str] | None = None
         with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
-                files.recover(self.folder)
+                self._lock = files.recover(self.folder)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -320,6 +321,8 @@ class CheckpointManager:
         self._finish_pending(raises=False)
         self._writer.shutdown()
         self._remover.shutdown()
+        if self._lock is not None:
+            self._lock.close()
 
     def _finish_pending(self, *, raises: bool) -> None:
         """Waits for the save in progress. Logs its error, or raises an error of step 1."""

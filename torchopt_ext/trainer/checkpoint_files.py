@@ -6,6 +6,7 @@ A folder ``step-N`` is complete. It is called ``step-N.saving`` while it is writ
 found before anything is read from them.
 """
 
+import fcntl
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -140,8 +141,28 @@ def abandon(folder: Path, step: int) -> None:
             logger.warning(text, step, found, error)
 
 
-def recover(folder: Path) -> None:
-    """Cleans up after a process that was killed while it saved or removed a checkpoint."""
+def recover(folder: Path) -> IO[str] | None:
+    """Cleans up after a process that was killed while it saved or removed a checkpoint.
+
+    If another process has locked the folder, warns and leaves the folder as it is.
+
+    Returns:
+        The file that locks the folder until it is closed or this process ends.
+    """
+    lock = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115 (returned)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = (
+            "Another job saves in %s, so nothing is cleaned up there. Two jobs replace each "
+            "other's checkpoints: give each its own job.dump_folder"
+        )
+        logger.warning(text, folder)
+        return lock
+    except OSError:
+        pass  # the file system has no locks
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _LEFTOVER.fullmatch(path.name):
             continue
@@ -155,6 +176,7 @@ def recover(folder: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
+    return lock
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -542,6 +544,26 @@ def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"step-4", "notes.saving"}
     assert again.manager.load()
     assert differences(again.contents(), job.contents()) == []
+
+
+def test_what_another_living_job_saves_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = tmp_path / "checkpoint" / "step-2.saving"
+    saving.mkdir(parents=True)
+    program = "import fcntl, os, sys; fcntl.lockf(1, fcntl.LOCK_EX); os.write(2, b'!'); input()"
+    pipe = subprocess.PIPE
+    with open(tmp_path / "checkpoint.lock", "a") as lock:
+        command = [sys.executable, "-c", program]
+        with subprocess.Popen(command, stdin=pipe, stdout=lock, stderr=pipe) as other:
+            assert other.stderr is not None
+            assert other.stderr.read(1) == b"!"
+            Job(tmp_path).close()
+            other.kill()
+    assert saving.exists()
+    assert "Another job saves in" in caplog.text
+    Job(tmp_path).close()
+    assert not saving.exists()
 
 
 @pytest.mark.parametrize("crash", [False, True])
