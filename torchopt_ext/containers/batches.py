@@ -65,8 +65,7 @@ class Batches:
             self._waiting[stream] = weakref.ref(waiting)
             if task >= 0:
                 call_at_end_of_backward(waiting.end)  # only this callback keeps the gradients
-        if gradient is not None:
-            waiting.add(gradient, *self._places[id(param)])
+        waiting.add(gradient, *self._places[id(param)])
         if task < 0:  # called outside of backward
             waiting.end()
 
@@ -76,10 +75,10 @@ class _Waiting:
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self._gradients: dict[JointStep, dict[int, Tensor]] = {}  # by position
+        self._gradients: dict[JointStep, dict[int, Tensor | None]] = {}  # by position
         self._bytes: dict[JointStep, int] = {}
 
-    def add(self, gradient: Tensor, joint: JointStep, position: int, size: int) -> None:
+    def add(self, gradient: Tensor | None, joint: JointStep, position: int, size: int) -> None:
         gradients = self._gradients.get(joint)
         if gradients is None or position in gradients:
             self._step(joint)

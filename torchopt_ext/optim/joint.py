@@ -78,7 +78,7 @@ class JointStep(PlannedStep):
         self._stacked_controls: Tensor | None = None  # the optimizers' control blocks, stacked
 
     def step_gradients(
-        self, gradients: Mapping[int, Tensor], step_one: Callable[[FusedAdam], Any]
+        self, gradients: Mapping[int, Tensor | None], step_one: Callable[[FusedAdam], Any]
     ) -> None:
         """Steps parameters with the given gradients, and then releases the gradients.
 

@@ -118,8 +118,9 @@ def hooks_called_by_hand(container, parts):
 
     def again():
         param.grad = torch.full((5,), 0.5)
-        for hook in param._post_accumulate_grad_hooks.values():
-            hook(param)
+        for _ in range(2):  # the second time without a gradient
+            for hook in param._post_accumulate_grad_hooks.values():
+                hook(param)
 
     def now_and_later(grad):
         again()
