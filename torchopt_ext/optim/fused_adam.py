@@ -366,6 +366,13 @@ class FusedAdam(HookedStep, PlannedStep):
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
         return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
 
+    def __copy__(self) -> Self:
+        """Returns an optimizer with the same groups and state, as torch's copies have."""
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self._portable_state() | {"state": self.state})
+        copied.process_group = self.process_group
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -105,6 +105,20 @@ def test_deepcopy_with_the_model() -> None:
     train([optimizer], [list(model.parameters())], 2)
     train([other], [list(other_model.parameters())], 2)
     assert_same_bits(model.parameters(), other_model.parameters())
+
+
+def test_a_shallow_copy_continues_the_same_state() -> None:
+    params, expected = make_params(), make_params()
+    optimizer, other = OURS["AdamW"](params), OURS["AdamW"](expected)
+    for first_seed in range(3):
+        shallow = copy(optimizer)
+        train([shallow, other], [params, expected], 1, first_seed=2 * first_seed)
+        train([optimizer, other], [params, expected], 1, first_seed=2 * first_seed + 1)
+    assert_same_bits(params, expected)
+    assert_same_state(optimizer, other)
+    assert optimizer.state[params[0]]["step"] == 6
+    assert shallow.state is optimizer.state
+    assert shallow.param_groups is optimizer.param_groups
 
 
 def test_copies_keep_numbers_and_names_of_a_container() -> None:
