@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -327,9 +327,10 @@ def test_a_sharded_parameter_takes_its_shard(second_of_two_ranks: Any, placement
         assert_same_bits([optimizer.state[param]["master_weight"].to_local()], [placed.to_local()])
         assert_same_bits([param.to_local()], [placed.to_local().to(BF16)])  # type: ignore[attr-defined]
     other = Replicate() if placement != Replicate() else Shard(0)
-    wrong = distribute_tensor(whole, mesh, [other], src_data_rank=None)
-    with pytest.raises(ValueError, match="'w' is placed"):
-        optimizer.refresh_masters(from_={"w": wrong})
+    for ranks, how in (mesh, other), (DeviceMesh("cpu", [1, 0]), placement):
+        wrong = distribute_tensor(whole, ranks, [how], src_data_rank=None)
+        with pytest.raises(ValueError, match="'w' is placed"):
+            optimizer.refresh_masters(from_={"w": wrong})
     plain = FusedAdamW([("w", nn.Parameter(whole.to(BF16)))], master_weights="fp32")
     with pytest.raises(ValueError, match=r"'w' is placed .* a plain tensor"):
         plain.refresh_masters(from_={"w": copy.copy(placed)})
