@@ -111,18 +111,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._impls = {param: param._cdata for param in self._optimizer_of}  # the hooked tensors
 
     def _watch_swapped(self) -> None:
-        """Takes the gradients of swapped parameters, and moves the hooks to the swapped tensors.
+        """Moves the hooks of swapped parameters to the swapped tensors.
 
         torch.utils.swap_tensors, which conversions of modules may use, leaves the hooks with the
-        former tensor.
+        former tensor. An update takes gradients that no hook has seen.
         """
         for param, impl in self._impls.items():
             if param._cdata != impl:
                 self._impls[param] = param._cdata
                 hooked: Any = param
                 hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
-                if param.grad is not None:
-                    self._counts.setdefault(param, 1)
 
     def _watch_ddp(self, module: nn.Module, *_: Any) -> None:
         """Makes the next gradient search for DDP again if a DDP is built, even after a backward."""
