@@ -61,6 +61,7 @@ class _Watched(NamedTuple):
     nbytes: int
     kind: _Kind
     limit: float  # bytes that wait for one call
+    hook: Any  # the handle of the parameter's hook
 
 
 class _Waiting:
@@ -117,15 +118,28 @@ class NormInBackward:
         """
         hook = WeakHook(self, "_take")
         for param in params:
-            if id(param) not in self._watched and _is_worth_a_hook(param):
+            if not self._is_watched(param) and _is_worth_a_hook(param):
                 hooked: Any = param
-                self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
+                handle = hooked.register_post_accumulate_grad_hook(hook)
+                self._handles.append(handle)
                 local = local_tensor(param)
                 kind = _Kind(local.device, norm_key(param), is_dtensor(param))
                 limit: float = CACHED_BYTES.get(local.device.type, CACHED_BYTES_ON_GPU)
                 if kind.sharded:  # wait for the gradients of the next layer
                     limit = math.inf
-                self._watched[id(param)] = _Watched(local.nbytes, kind, limit)
+                self._watched[id(param)] = _Watched(local.nbytes, kind, limit, handle)
+
+    def watch_only(self, params: Sequence[Tensor]) -> None:
+        """Watches these parameters, and no longer those that the optimizer has no more."""
+        for key in self._watched.keys() - set(map(id, params)):
+            self._watched.pop(key).hook.remove()
+        self.watch(params)
+        self._handles[:] = [watched.hook for watched in self._watched.values()]
+
+    def _is_watched(self, param: Tensor) -> bool:
+        watched = self._watched.get(id(param))
+        # A parameter that is gone takes its hooks along, and another may have its id.
+        return watched is not None and watched.hook.hooks_dict_ref() is not None
 
     def _take(self, param: Tensor) -> None:
         if not self.is_last(param):
@@ -134,7 +148,7 @@ class NormInBackward:
             self._task, self._elsewhere = task, _reduced_elsewhere()
             call_at_end_of_backward(WeakHook(self, "end_backward"))
         key = id(param)
-        nbytes, kind, limit = self._watched[key]
+        nbytes, kind, limit, _ = self._watched[key]
         if self._elsewhere and not kind.sharded:
             return
         place = kind, current_stream(kind.device)

@@ -234,9 +234,8 @@ class PlannedStep(Controlled, Optimizer):
         self._digests = {}
         positions: dict[int, int] = {}
         if self.norm_in_backward is not None:
-            params = [param for _, param in named]
-            self.norm_in_backward.watch(params)  # some may have become trainable
-            positions = {id(param): position for position, param in enumerate(params)}
+            self.norm_in_backward.watch_only(params_of(self))  # some may have become trainable
+            positions = {id(param): position for position, (_, param) in enumerate(named)}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))

@@ -201,6 +201,32 @@ def test_parameters_that_come_and_go(measured: list[int]) -> None:
     assert_same_run(unfrozen, lambda model: model.weights[3].requires_grad_(False))
     assert measured == [2, 3, 3]
 
+    def dropped(model: Model, optimizer: Any) -> None:
+        steps(model, optimizer, 1)
+        del optimizer.state[optimizer.param_groups[0]["params"].pop(0)]
+        model.weights.append(nn.Parameter(torch.ones(300, 300)))
+        optimizer.add_param_group({"params": [model.weights[-1]]})
+        steps(model, optimizer)
+
+    measured.clear()
+    assert_same_run(dropped)
+    assert measured == [LARGE, 0, LARGE, LARGE]
+
+
+def test_a_parameter_with_the_id_of_a_freed_one(measured: list[int]) -> None:
+    weight = torch.ones(300, 300)
+    made = [nn.Parameter(weight)]
+    optimizer = FusedAdamW(made, **OPTIONS, norm_in_backward=True)
+    optimizer.param_groups.clear()
+    freed = id(made.pop())
+    made.append(nn.Parameter(weight))
+    while id(made[-1]) != freed and len(made) < 1000:
+        made.append(nn.Parameter(weight))
+    optimizer.add_param_group({"params": made[-1:]})
+    made[-1].sum().backward()
+    optimizer.step()
+    assert measured == [1]
+
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda p: p.grad.mul_(2.0),
