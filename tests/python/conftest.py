@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Inductor's cache ignores the instruction set: code for another CPU would not compile.
 CACHE = f"inductor-{torch.backends.cpu.get_cpu_capability()}"
@@ -29,4 +31,12 @@ def one_rank() -> Iterator[None]:
     timeout = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def second_of_two_ranks() -> Iterator[DeviceMesh]:
+    """Makes this process the second of two ranks whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()

@@ -180,7 +180,7 @@ def _commit(slot: Slot, state: dict[str, Any]) -> None:
     for name, value in slot.entry.items():
         live = state.get(name)
         if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
-            tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else live.dtype)
+            tensor = torch.as_tensor(value, dtype=live.dtype)
             live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
         elif not isinstance(value, Tensor):
             state[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one

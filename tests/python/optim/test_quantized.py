@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.quantized import can_quantize
 
 from . import independent
 from .independent import Floats, fma
@@ -409,6 +410,20 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
         assert state[name].placements == (Shard(0),)
         assert state[name].full_tensor().equal(expected[name])
     assert state["exp_avg_scale_v2"].shape == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "fits"),
+    [((6, 200), 0, True), ((6, 128), 1, True), ((6, 200), 1, False), ((6, 2, 128), 2, False)],
+)
+def test_a_shard_that_cuts_rows_inside_a_group_keeps_floats(
+    second_of_two_ranks: Any, shape: tuple[int, ...], dim: int, fits: bool
+) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.zeros(shape)
+    param = distribute_tensor(whole, second_of_two_ranks, [Shard(dim)], src_data_rank=None)
+    assert can_quantize(param) == fits
 
 
 @pytest.mark.parametrize("change", ["channels_last", "double"])  # double needs fp64 moments

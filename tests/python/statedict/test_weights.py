@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
@@ -305,13 +303,6 @@ def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, ste
     loading.load_state_dict(saved)  # saved before the first step of a layer that is frozen now
     held = loading.state[other[2].weight].keys()
     assert not held & {"master_weight", "remainder", "remainder8"}
-
-
-@pytest.fixture
-def second_of_two_ranks() -> Iterator[Any]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
