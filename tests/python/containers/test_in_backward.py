@@ -399,11 +399,13 @@ def test_a_failed_update_can_be_made_again(parts):
     assert all(map(torch.equal, parameters(parts), parameters(copies)))
 
 
-def test_follows_a_schedule(choice, parts, recwarn):
+@pytest.mark.parametrize("stepped", [False, True])
+def test_follows_a_schedule(choice, parts, recwarn, stepped):
     container = in_backward(choice, parts)
     schedulers = LRSchedulersContainer(container, lambda step: 1.0 if step == 0 else 0.0)
     backward(parts, 0)
-    container.step()
+    if stepped:
+        container.step()
     schedulers.step()
     before = copy.deepcopy(parts)
     backward(parts, 1)

@@ -122,7 +122,7 @@ def test_schedulers_and_scalers_go_along(tmp_path: Path) -> None:
     model, optimizer = job("fused, fp32", 2, 0)
     resumed: dict[str, Any] = {"optim": optimizer, "model": model, "epoch": 0}
     resumed |= {"lr": LambdaLR(optimizer, lambda n: 0.5**n), "scaler": GradScaler("cpu")}
-    load(resumed, checkpoint_id=tmp_path)
+    load(resumed, checkpoint_id=tmp_path, storage_reader=Reader("elsewhere"))
     assert resumed["epoch"] == 3
     for key in ("optim", "model", "lr", "scaler"):
         assert content(resumed[key]) == content(states[key])
