@@ -52,6 +52,7 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("pre", "post"):  # empty tables, without the hooks of other tests
         monkeypatch.setattr(optimizer_module, f"_global_optimizer_{kind}_hooks", OrderedDict())
     monkeypatch.setattr(_torch, "_after_others", set())
+    assert _torch.dispatch_modes() == 0
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     ours = FusedAdamW([nn.Parameter(torch.ones(1))])
     assert not _torch.has_step_hooks(optimizer)

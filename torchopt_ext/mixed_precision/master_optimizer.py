@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
-from torchopt_ext._torch import is_dtensor
+from torchopt_ext._torch import dispatch_modes, is_dtensor
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
@@ -31,6 +31,7 @@ from torchopt_ext.optim.local import (
     part_of,
     placed,
     same_placement,
+    show_writes,
 )
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.state import named_params
@@ -183,6 +184,8 @@ class MasterOptimizer(Controlled):
                     self.verdict.check()
             if skip:
                 return skip
+            if dispatch_modes():
+                show_writes(table.params)
             stepped = {device: table.stepped(device, wide=True) for device in table.devices}
             for device, wide in stepped.items():
                 self._hand_over(table, device, wide)

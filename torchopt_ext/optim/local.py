@@ -198,6 +198,17 @@ def _complete(grad: Any) -> Any:
     return local_tensor(local)
 
 
+@torch.no_grad()
+def show_writes(params: Iterable[Tensor]) -> None:
+    """Shows dispatch modes that parameters will be written, by an operator that changes nothing.
+
+    Modes see operators only, and not the kernels of a step. Among them,
+    torch.autograd.graph.allow_mutation_on_saved_tensors copies what backward still needs.
+    """
+    if written := [local_tensor(param) for param in params if param.grad is not None]:
+        torch._foreach_copy_(written, written)
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns ``tensor`` on ``device``, ready to be read there.
 

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext._torch import run_eagerly
+from torchopt_ext._torch import dispatch_modes, run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import NormKey, all_reduce_, counts_here, crosses, is_captured, moved
+from torchopt_ext.optim.local import (
+    NormKey,
+    all_reduce_,
+    counts_here,
+    crosses,
+    is_captured,
+    moved,
+    params_of,
+    show_writes,
+)
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_in
 
@@ -42,6 +51,8 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
             optimizer.discard_measured()
     _begin_use(optimizers)
     try:
+        if dispatch_modes():
+            show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
         if not (alone and optimizers[0].local_step(context)):
             agreement = agreement or Agreement()

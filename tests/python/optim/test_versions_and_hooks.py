@@ -117,6 +117,19 @@ def test_backward_through_what_a_step_has_changed_is_refused(saved: str) -> None
         loss.backward()
 
 
+@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+def test_allow_mutation_on_saved_tensors(base: Any) -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = FSDPadaptOptimizer(base([param], lr=0.1))
+    factor = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = (factor * param).sum()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        loss.backward()
+    assert factor.grad is not None and factor.grad.eq(1.0).all() and param.lt(1.0).all()
+
+
 def test_a_plan_takes_no_pass_without_gradients() -> None:
     _, optimizer = stepped()
     plan = optimizer._built[0]
