@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_ext
 from torchopt_ext import FusedAdamW, _torch
@@ -52,7 +53,6 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("pre", "post"):  # empty tables, without the hooks of other tests
         monkeypatch.setattr(optimizer_module, f"_global_optimizer_{kind}_hooks", OrderedDict())
     monkeypatch.setattr(_torch, "_after_others", set())
-    assert _torch.dispatch_modes() == 0
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     ours = FusedAdamW([nn.Parameter(torch.ones(1))])
     assert not _torch.has_step_hooks(optimizer)
@@ -112,6 +112,8 @@ def test_tensors_and_autograd() -> None:
     assert seen == [(True, True), "ended"]
     assert (_torch.graph_task(), _torch.current_node()) == (-1, None)
     assert _torch.version(torch.zeros(2).add_(1)) == 1
+    with TorchDispatchMode():
+        assert _torch.dispatch_modes() == 1
     parts = [torch.ones(2, 3), torch.zeros(4)]
     flat = _torch.flatten_dense(parts)
     assert [p.shape for p in _torch.unflatten_dense(flat, parts)] == [p.shape for p in parts]
