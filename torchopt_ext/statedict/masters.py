@@ -147,7 +147,7 @@ def read_weights(
     strangers = [key for key in given if isinstance(key, Tensor) and key not in known]
     problems += [f"a {tuple(key.shape)} tensor is none of the parameters" for key in strangers]
     if given and known and not pairs and not problems:
-        names = sorted(key for key in given if isinstance(key, str))
+        names = sorted(map(str, given))
         problems.append(f"no parameter's name is among {names[:3]}: build the optimizer with names")
     raise_problems(problems)
     return pairs

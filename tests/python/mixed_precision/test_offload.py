@@ -307,7 +307,7 @@ def test_the_device_is_found_when_asked_for() -> None:
 
 
 @every_base
-def test_other_calls_while_offloaded(base: str) -> None:
+def test_other_calls_while_offloaded(device: set[int], base: str) -> None:
     """Refreshed masters, a new group and copies work as without offloading."""
     pairs = []
     for offloaded in (True, False):
@@ -319,6 +319,7 @@ def test_other_calls_while_offloaded(base: str) -> None:
             for p in params:
                 p.mul_(1.5)
         optimizer.refresh_masters()
+        assert not (offloaded and any(where(held(optimizer), device)))
         params.append(nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
         optimizer.add_param_group({"params": params[-1:], "lr": 0.02})
         step(params, optimizer, 1)
