@@ -184,17 +184,26 @@ def packed_steps(states: Sequence[dict[str, Any]]) -> None:
     steps = [state["step"] for state in states]
     first: int = steps[0].data_ptr()
     if any(step.data_ptr() != first + 4 * i for i, step in enumerate(steps)):
-        if any(step.is_cpu and step.is_shared() for step in steps):
-            return  # other processes use the same counts (A3C's SharedAdam)
+        if any(map(_is_shared, steps)):
+            return
         vector = torch.stack([step.reshape(()) for step in steps])
         for state, step in zip(states, vector.unbind(), strict=True):
             state["step"] = step
 
 
+def _is_shared(step: Tensor) -> bool:
+    """Returns whether other processes use the same count (A3C's SharedAdam)."""
+    return step.is_cpu and step.untyped_storage().is_shared()
+
+
 def with_own_steps(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns a copy of an optimizer's state in which every step has memory of its own."""
+    """Returns a copy of an optimizer's state in which every step has memory of its own.
+
+    Steps that processes share stay as they are, for a process that gets the optimizer.
+    """
     own = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
     for entry in own.values():
-        if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
-            entry["step"] = entry["step"].clone()
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if isinstance(step, Tensor) and not _is_shared(step):
+            entry["step"] = step.clone()
     return own

@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Callable
 from copy import copy, deepcopy
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -212,6 +213,11 @@ def test_step_counts_that_processes_share() -> None:
     optimizer.step()
     assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
     assert all(state["step"].is_shared() for state in optimizer.state.values())
+    sent = ForkingPickler.loads(ForkingPickler.dumps(optimizer))
+    for param in sent.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    sent.step()
+    assert [float(state["step"]) for state in optimizer.state.values()] == [2.0, 2.0]
 
 
 def test_state_with_other_strides() -> None:
