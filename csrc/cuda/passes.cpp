@@ -44,7 +44,7 @@ struct CudaTables {
   DeviceTable tensors;
   DeviceTable steps;
   DeviceTable norm_chunks;
-  std::vector<int64_t> first_norm_chunk;  // by range of tensors; FewGradients has one range
+  std::vector<int64_t> first_norm_chunk;  // by range of Gradients::kMost tensors
   DeviceTable chunks;
   std::array<int64_t, kAdamKinds + 1> first_chunk{};  // by kind
   DeviceTable first_of_tensor;  // for tracking: the first chunk of each tensor

@@ -67,6 +67,7 @@ class StepPlan {
   bool take_gradient(size_t i, const at::Tensor& gradient);
 
   // Takes any gradient of an entry. Copies a gradient whose strides differ from its parameter's.
+  // Needs the GIL if the gradient may have a Python object.
   void set_gradient(size_t i, const at::Tensor& gradient);
 
   // Raises if gradients that the step writes back share memory with each other or with another
@@ -77,7 +78,7 @@ class StepPlan {
   // them. Needs the GIL.
   void renew_copies() const;
 
-  // Drops the gradients.
+  // Drops the gradients. Needs the GIL if they may have Python objects.
   void release();
 
   // Runs pass A over all gradients except those of the entries in `measured`.
@@ -135,7 +136,10 @@ class StepPlan {
   WorkList work_;
   std::vector<Known> known_;
   std::vector<TensorImpls> borrowed_;
-  std::vector<at::Tensor> gradients_;               // keeps this step's gradients alive
+  std::vector<at::Tensor> gradients_;  // keeps this step's gradients alive
+  // Gradients that set_gradient() took, until release(): to drop a gradient's last reference
+  // besides Python's takes the GIL and may run a finalizer.
+  std::vector<at::Tensor> set_gradients_;
   std::vector<const void*> checked_gradients_;      // gradient addresses that passed the check
   std::unordered_map<size_t, NonDense> non_dense_;  // by entry
   std::vector<size_t> copied_;                      // entries with Entry::copied, ascending

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+from torchopt_ext.optim import state
 
 from .subject import (
     OURS,
@@ -297,6 +300,26 @@ def plain(tensor: Any) -> Tensor:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     inner: Tensor = local._data if isinstance(local, Wrapped) else local
     return inner.detach()
+
+
+def test_finalizers_run_on_the_thread_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that only the step refers to is freed with the step, not by a pass's thread."""
+    freed_by: set[int] = set()
+
+    def new_gradients(params: list[Any], **_: Any) -> list[Tensor]:
+        made = [plain(param.grad).clone() for param in params]
+        for gradient in made:
+            weakref.finalize(gradient, lambda: freed_by.add(threading.get_ident()))
+        return made
+
+    monkeypatch.setattr(state, "local_gradients", new_gradients)
+    torch.set_num_threads(2)
+    params = [nn.Parameter(Wrapped(torch.zeros(2))) for _ in range(1100)]
+    optimizer = OURS["AdamW"](params)
+    for param in params:
+        param.grad = Wrapped(torch.ones(2))
+    optimizer.step()
+    assert freed_by == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
