@@ -61,18 +61,17 @@ class LoopTrace {
  public:
   LoopTrace(int64_t origin, Scalar* change) : origin_(origin), change_(change) {}
 
-  template <class Lane>
-  [[gnu::always_inline]] void before(const Lane& lane, const Layout& layout,
-                                     void* const (&x)[kArrays], int64_t i) const {
-    lane.store(change_ + (i - origin_), load_weight(lane, layout, x, i));
+  template <class L>
+  [[gnu::always_inline]] void before(const ElementsAt<L>& at) const {
+    at.lane.store(change_ + (at.i - origin_), at.weight());
   }
-  template <class Lane>
-  [[gnu::always_inline]] void after(const Lane& lane, const Layout& layout,
-                                    void* const (&x)[kArrays], int64_t i, bool decays) {
-    const auto before = lane.load(change_ + (i - origin_));
-    const auto after = load_weight(lane, layout, x, i);
-    lane.store(change_ + (i - origin_), Lane::sub(after, before));
-    lost_ += Lane::count_lost(before, after, load_exp_avg(lane, layout, x, i), decays);
+  template <class L>
+  [[gnu::always_inline]] void after(const ElementsAt<L>& at, bool decays) {
+    Scalar* const change = change_ + (at.i - origin_);
+    const auto before = at.lane.load(change);
+    const auto after = at.weight();
+    at.lane.store(change, L::sub(after, before));
+    lost_ += L::count_lost(before, after, at.exp_avg(), decays);
   }
   int64_t lost() const { return lost_; }
 
@@ -104,14 +103,15 @@ template <class L, class Tail, class Trace>
   int64_t i = begin;
   const auto update = [&](const auto& lane) __attribute__((always_inline)) {
     using Lane = std::remove_cvref_t<decltype(lane)>;
-    trace.before(lane, layout, x, i);
+    const ElementsAt<Lane> at{lane, layout, x, i};
+    trace.before(at);
     if constexpr (Lane::any_layout) {
       const auto random = draws != nullptr ? draws->of<Lane>(i - begin) : typename Lane::Random{};
-      adam_step(lane, s, layout, mode, x, i, draws != nullptr ? &random : nullptr);
+      adam_step(at, s, mode, draws != nullptr ? &random : nullptr);
     } else {
-      adam_step(lane, s, layout, mode, x, i, static_cast<const Draws*>(nullptr));
+      adam_step(at, s, mode, static_cast<const Draws*>(nullptr));
     }
-    trace.after(lane, layout, x, i, s.has_decay);
+    trace.after(at, s.has_decay);
   };
   if (mode.past_caches) {  // until a register of the parameter is aligned
     const auto size = static_cast<uintptr_t>(element_size(layout, kParam));

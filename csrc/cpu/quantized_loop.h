@@ -21,7 +21,6 @@ template <class L, bool kWhole, class Trace>
                                                   int64_t end, const RoundingKey& key,
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
-  constexpr L lane;
   const QuantizedFactors<L> factors{quantized_scalars(scalars)};
   const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
   const GroupDither<L> group_dither(work);
@@ -46,16 +45,19 @@ template <class L, bool kWhole, class Trace>
     return kWhole ? Group{i, kQuantGroup, i, &work.memory} : groups[g];
   };
 
-  // Calls visit(lane, element) for each register of a full group or each element of a short group.
+  const auto elements_at = [&](const Group& group, int k) __attribute__((always_inline)) {
+    return ElementsAt<L>{{}, layout, *group.memory, group.at + k};
+  };
+  // Visits each register of a full group or each element of a short group, in the tensor.
   const auto for_each_traced = [&](const Group& group, const auto& visit)
       __attribute__((always_inline)) {
     if (group.size == kQuantGroup) {
       for (int k = 0; k < kQuantGroup; k += L::width) {
-        visit(lane, group.first + k);
+        visit(ElementsAt<L>{{}, layout, work.memory, group.first + k});
       }
     } else {
       for (int k = 0; k < group.size; ++k) {
-        visit(Scalar{}, group.first + k);
+        visit(ElementsAt<Scalar>{{}, layout, work.memory, group.first + k});
       }
     }
   };
@@ -68,8 +70,7 @@ template <class L, bool kWhole, class Trace>
     const PerMoment<float> decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
     Moments<L> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      const Moments<L> now =
-          average_moments(lane, factors, layout, *group.memory, group.at + k, decoding);
+      const Moments<L> now = average_moments(elements_at(group, k), factors, decoding);
       L::store_temporary(kept.exp_avg.value[g] + k, now.exp_avg);
       L::store_temporary(kept.root.value[g] + k, now.root);
       const Moments<L> magnitudes{L::abs(now.exp_avg), now.root};
@@ -83,32 +84,29 @@ template <class L, bool kWhole, class Trace>
   const auto update_weights = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
     for_each_traced(
-        group, [&](const auto& one, int64_t i)
-                   __attribute__((always_inline)) { trace.before(one, layout, work.memory, i); });
+        group, [&](const auto& at) __attribute__((always_inline)) { trace.before(at); });
     if (random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
     const auto updated_at = [&](int k) __attribute__((always_inline)) {
-      return updated_weights(lane, factors, layout, *group.memory, group.at + k,
-                             kept_moments(g, k));
+      return updated_weights(elements_at(group, k), factors, kept_moments(g, k));
     };
     if (layout.master == Master::kRemainder8 && !mode.rounds) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
-        const int64_t i = group.at + k;
+        const ElementsAt<L> at = elements_at(group, k);
         const auto weights = updated_at(k);
-        lane.store_split(static_cast<BFloat16*>((*group.memory)[kParam]) + i,
-                         static_cast<int8_t*>((*group.memory)[kMaster]) + i, weights,
-                         updated_at(k + L::width));
+        L::store_split(at.template address<BFloat16>(kParam), at.template address<int8_t>(kMaster),
+                       weights, updated_at(k + L::width));
       }
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
         const auto drawn = random_weights ? draws.of<L>(k) : typename L::Random{};
-        store_weight(lane, layout, mode, *group.memory, group.at + k, updated_at(k),
-                     random_weights ? &drawn : nullptr);
+        elements_at(group, k).store_weight(updated_at(k), mode, random_weights ? &drawn : nullptr);
       }
     }
-    for (int k = 0; k < kQuantGroup; k += L::width) {
-      write_back(lane, scalars.grad_factor, layout, mode, *group.memory, group.at + k);
+    for (int k = 0; mode.write_back && k < kQuantGroup; k += L::width) {
+      const ElementsAt<L> at = elements_at(group, k);
+      at.store_scaled_gradient(at.gradient(), scalars.grad_factor);
     }
   };
   const auto store = [&](int g) __attribute__((always_inline)) {
@@ -130,18 +128,16 @@ template <class L, bool kWhole, class Trace>
     for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
       const Moments<L> one = codes(k);
       const Moments<L> other = codes(k + L::width);
-      const int64_t i = group.at + k;
-      lane.store_codes(static_cast<int8_t*>((*group.memory)[kExpAvg]) + i, one.exp_avg,
-                       other.exp_avg);
-      lane.store_codes(static_cast<uint8_t*>((*group.memory)[kExpAvgSq]) + i, one.root, other.root);
+      const ElementsAt<L> at = elements_at(group, k);
+      L::store_codes(at.template address<int8_t>(kExpAvg), one.exp_avg, other.exp_avg);
+      L::store_codes(at.template address<uint8_t>(kExpAvgSq), one.root, other.root);
     }
     if (group.size < kQuantGroup) {
       shorts.store(g, layout, mode, work.memory, group.first, group.size);
     }
     for_each_traced(
-        group, [&](const auto& one, int64_t i) __attribute__((always_inline)) {
-          trace.after(one, layout, work.memory, i, factors.scalars.has_decay);
-        });
+        group, [&](const auto& at)
+                   __attribute__((always_inline)) { trace.after(at, factors.scalars.has_decay); });
   };
 
   int64_t left = work.row_length - begin % work.row_length;  // elements left in the row

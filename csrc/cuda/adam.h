@@ -140,12 +140,16 @@ struct AdamChunk {
   }
 
   template <class L>
+  TORCHOPT_HD ElementsAt<L> at(const L& lane, int64_t i) const {
+    return {lane, layout, x, i};
+  }
+  template <class L>
   TORCHOPT_HD void update(const L& lane, int i) const {
     if (mode.rounds) {
       const auto random = random_bits_by_element<L>(work, rounding_key(options, work), begin + i);
-      adam_step(lane, scalars, layout, mode, x, i, &random);
+      adam_step(at(lane, i), scalars, mode, &random);
     } else {
-      adam_step(lane, scalars, layout, mode, x, i, static_cast<const typename L::Random*>(nullptr));
+      adam_step(at(lane, i), scalars, mode, static_cast<const typename L::Random*>(nullptr));
     }
   }
 

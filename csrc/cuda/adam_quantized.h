@@ -132,12 +132,12 @@ struct QuantizedChunk {
     const QuantizedFactors<L> factors{scalars};
     const PerMoment<float> decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
                                     Scalar::mul(scales.root, scalars.decoding.root)};
-    const Layout& layout = elements.layout;
-    const StepMode& mode = elements.mode;
-    void* const(&x)[kArrays] = elements.x;
-    const Moments<L> now = average_moments(L{}, factors, layout, x, i, decoding);
-    store_weight(L{}, layout, mode, x, i, updated_weights(L{}, factors, layout, x, i, now), draws);
-    write_back(L{}, elements.scalars.grad_factor, layout, mode, x, i);
+    const ElementsAt<L> at = elements.at(L{}, i);
+    const Moments<L> now = average_moments(at, factors, decoding);
+    at.store_weight(updated_weights(at, factors, now), elements.mode, draws);
+    if (elements.mode.write_back) {
+      at.store_scaled_gradient(at.gradient(), elements.scalars.grad_factor);
+    }
     return now;
   }
   template <class L>

@@ -44,20 +44,21 @@ struct WarpTrace {
   template <class L>
   TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<kKind>& elements, int thread,
                                      int first, int i) {
-    const typename L::reg g = load_as(lane, elements.layout.grad, elements.x[kGrad], i);
+    const ElementsAt<L> at = elements.at(lane, i);
+    const typename L::reg g = at.gradient();
     unrolled<L::width>([&](int k) {
       double& sum = grad[(first + k) % 2][thread];
       sum = D::add(sum, square(g.element[k]));
     });
-    return load_weight(lane, elements.layout, elements.x, i);
+    return at.weight();
   }
   // Called after the register's step: adds the squares of the changes and counts lost updates.
   template <class L>
   TORCHOPT_HD void after(const L& lane, const AdamChunk<kKind>& elements, int thread, int first,
                          int i, const typename L::reg& before) {
     using SingleLane = typename L::SingleLane;
-    const typename L::reg after = load_weight(lane, elements.layout, elements.x, i);
-    const typename L::reg exp_avg = load_exp_avg(lane, elements.layout, elements.x, i);
+    const typename L::reg after = elements.at(lane, i).weight();
+    const typename L::reg exp_avg = elements.at(lane, i).exp_avg();
     unrolled<L::width>([&](int k) {
       double& sum = change[(first + k) % 2][thread];
       sum = D::add(sum, square(SingleLane::sub(after.element[k], before.element[k])));

@@ -34,8 +34,8 @@ TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const
   const int n = chunk.count;
   const auto copy = [&](const auto& lane, int i) {
     using L = std::decay_t<decltype(lane)>;
-    store_as(lane, layout.param, x[kParam], i,
-             scaled<L>(load_as(lane, layout.grad, x[kGrad], i), factor));
+    const ElementsAt<L> at{lane, layout, x, i};
+    at.store(layout.param, kParam, scaled<L>(at.gradient(), factor));
   };
   const AlignedRange registers = aligned_registers(layout, x, kWidth, n);
   cta.each([&](int thread) {

@@ -14,156 +14,149 @@
 #include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
-
 namespace {
 
+// Elements [i, i + L::width) of arrays `x`. Stores round to nearest if `random` is null; otherwise
+// it points to random bits in the lane's form.
 template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_as(const L& lane, DType dtype,
-                                                                  const void* x, int64_t i) {
-  if constexpr (!L::converts) {
-    return lane.load(static_cast<const typename L::scalar*>(x) + i);
-  } else {
-    switch (dtype) {
-      case DType::kBFloat16:
-        return lane.load(static_cast<const BFloat16*>(x) + i);
-      case DType::kFloat16:
-        return lane.load(static_cast<const Float16*>(x) + i);
-      default:
-        return lane.load(static_cast<const float*>(x) + i);
-    }
-  }
-}
+struct ElementsAt {
+  using R = typename L::reg;
 
-// Loads exp_avg, or its code for 8-bit moments. The caller only tests whether the value is 0.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_exp_avg(const L& lane,
-                                                                       const Layout& layout,
-                                                                       void* const (&x)[kArrays],
-                                                                       int64_t i) {
-  if constexpr (L::any_layout) {
-    if (layout.state == DType::kInt8) {
-      return lane.load_code(static_cast<const int8_t*>(x[kExpAvg]) + i);
-    }
-  }
-  return load_as(lane, layout.state, x[kExpAvg], i);
-}
+  L lane;
+  const Layout& layout;
+  void* const (&x)[kArrays];
+  int64_t i;
 
-// Stores a register, rounded to nearest.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_as(const L& lane, DType dtype, void* x,
-                                                        int64_t i, typename L::reg a) {
-  if constexpr (!L::converts) {
-    lane.store(static_cast<typename L::scalar*>(x) + i, a);
-  } else {
-    switch (dtype) {
-      case DType::kBFloat16:
-        return lane.store(static_cast<BFloat16*>(x) + i, a);
-      case DType::kFloat16:
-        return lane.store(static_cast<Float16*>(x) + i, a);
-      default:
-        return lane.store(static_cast<float*>(x) + i, a);
-    }
+  template <class T>
+  [[gnu::always_inline]] TORCHOPT_HD T* address(Array array) const {
+    return static_cast<T*>(x[array]) + i;
   }
-}
 
-// Rounds bf16 stochastically if `random` is given, otherwise to nearest.
-template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_rounded(const L& lane, DType dtype, void* x,
-                                                             int64_t i, typename L::reg a,
-                                                             const Random* random, Array array) {
-  if constexpr (L::any_layout) {
-    if (random != nullptr && dtype == DType::kBFloat16) {
-      lane.store_stochastic(static_cast<BFloat16*>(x) + i, a, *random, array);
-      return;
-    }
-  }
-  store_as(lane, dtype, x, i, a);
-}
-
-// Loads the weight that the update changes.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline typename L::reg load_weight(const L& lane,
-                                                                      const Layout& layout,
-                                                                      void* const (&x)[kArrays],
-                                                                      int64_t i) {
-  if constexpr (L::converts) {
-    if (layout.master == Master::kFloat32) {
-      return lane.load(static_cast<const float*>(x[kMaster]) + i);
-    }
-  }
-  if constexpr (L::any_layout) {
-    const auto* weight = static_cast<const BFloat16*>(x[kParam]) + i;
-    if (layout.master == Master::kRemainder) {
-      return lane.load_joined(weight, static_cast<const int16_t*>(x[kMaster]) + i);
-    }
-    if (layout.master == Master::kRemainder8) {
-      return lane.load_joined(weight, static_cast<const int8_t*>(x[kMaster]) + i);
-    }
-  }
-  return load_as(lane, layout.param, x[kParam], i);
-}
-
-template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void store_weight(const L& lane, const Layout& layout,
-                                                            const StepMode& mode,
-                                                            void* const (&x)[kArrays], int64_t i,
-                                                            typename L::reg p,
-                                                            const Random* random) {
-  if constexpr (L::converts) {
-    if (layout.master == Master::kFloat32) {
-      lane.store(static_cast<float*>(x[kMaster]) + i, p);
-      if (!mode.past_caches) {
-        store_as(lane, layout.param, x[kParam], i, p);
-      } else if (layout.param == DType::kBFloat16) {
-        lane.stream(static_cast<BFloat16*>(x[kParam]) + i, p);
-      } else {
-        lane.stream(static_cast<Float16*>(x[kParam]) + i, p);
+  // Returns visit(element) with an element of the given type.
+  template <class Visit>
+  [[gnu::always_inline]] TORCHOPT_HD static auto with_type(DType dtype, const Visit& visit) {
+    if constexpr (!L::converts) {
+      return visit(typename L::scalar{});
+    } else {
+      switch (dtype) {
+        case DType::kBFloat16:
+          return visit(BFloat16{});
+        case DType::kFloat16:
+          return visit(Float16{});
+        default:
+          return visit(0.0f);
       }
-      return;
     }
   }
-  if constexpr (L::any_layout) {
-    auto* weight = static_cast<BFloat16*>(x[kParam]) + i;
-    if (layout.master == Master::kRemainder) {
-      lane.store_split(weight, static_cast<int16_t*>(x[kMaster]) + i, p);
-      return;
-    }
-    if (layout.master == Master::kRemainder8) {
-      auto* remainder = static_cast<int8_t*>(x[kMaster]) + i;
-      if (random != nullptr) {
-        lane.store_split_stochastic(weight, remainder, p, *random);
-      } else {
-        lane.store_split(weight, remainder, p);
+  [[gnu::always_inline]] TORCHOPT_HD R load(DType dtype, Array array) const {
+    return with_type(
+        dtype, [&](auto element) __attribute__((always_inline)) {
+          return lane.load(address<const decltype(element)>(array));
+        });
+  }
+  [[gnu::always_inline]] TORCHOPT_HD void store(DType dtype, Array array, R a) const {
+    with_type(
+        dtype, [&](auto element) __attribute__((always_inline)) {
+          lane.store(address<decltype(element)>(array), a);
+        });
+  }
+  template <class Random>
+  [[gnu::always_inline]] TORCHOPT_HD void store(DType dtype, Array array, R a,
+                                                const Random* random) const {
+    if constexpr (L::any_layout) {
+      if (random != nullptr && dtype == DType::kBFloat16) {
+        return lane.store_stochastic(address<BFloat16>(array), a, *random, array);
       }
-      return;
     }
+    store(dtype, array, a);
   }
-  store_rounded(lane, layout.param, x[kParam], i, p, random, kParam);
-}
 
-// Updates a register of elements of arrays `x`, from i on. `random` has random bits in the lane's
-// form, or is null.
+  [[gnu::always_inline]] TORCHOPT_HD R gradient() const { return load(layout.grad, kGrad); }
+  [[gnu::always_inline]] TORCHOPT_HD void store_scaled_gradient(R g,
+                                                                typename L::scalar factor) const {
+    store(layout.grad, kGrad, scaled<L>(g, factor));
+  }
+  // Returns exp_avg, or its code for 8-bit moments. The caller only tests whether the value is 0.
+  [[gnu::always_inline]] TORCHOPT_HD R exp_avg() const {
+    if constexpr (L::any_layout) {
+      if (layout.state == DType::kInt8) {
+        return lane.load_code(address<const int8_t>(kExpAvg));
+      }
+    }
+    return load(layout.state, kExpAvg);
+  }
+
+  // Returns the weight that the update changes.
+  [[gnu::always_inline]] TORCHOPT_HD R weight() const {
+    if constexpr (L::converts) {
+      if (layout.master == Master::kFloat32) {
+        return lane.load(address<const float>(kMaster));
+      }
+    }
+    if constexpr (L::any_layout) {
+      if (layout.master == Master::kRemainder) {
+        return lane.load_joined(address<const BFloat16>(kParam), address<const int16_t>(kMaster));
+      }
+      if (layout.master == Master::kRemainder8) {
+        return lane.load_joined(address<const BFloat16>(kParam), address<const int8_t>(kMaster));
+      }
+    }
+    return load(layout.param, kParam);
+  }
+  template <class Random>
+  [[gnu::always_inline]] TORCHOPT_HD void store_weight(R p, const StepMode& mode,
+                                                       const Random* random) const {
+    if constexpr (L::converts) {
+      if (layout.master == Master::kFloat32) {
+        lane.store(address<float>(kMaster), p);
+        if (!mode.past_caches) {
+          store(layout.param, kParam, p);
+        } else if (layout.param == DType::kBFloat16) {
+          lane.stream(address<BFloat16>(kParam), p);
+        } else {
+          lane.stream(address<Float16>(kParam), p);
+        }
+        return;
+      }
+    }
+    if constexpr (L::any_layout) {
+      if (layout.master == Master::kRemainder) {
+        return lane.store_split(address<BFloat16>(kParam), address<int16_t>(kMaster), p);
+      }
+      if (layout.master == Master::kRemainder8) {
+        if (random != nullptr) {
+          return lane.store_split_stochastic(address<BFloat16>(kParam), address<int8_t>(kMaster), p,
+                                             *random);
+        }
+        return lane.store_split(address<BFloat16>(kParam), address<int8_t>(kMaster), p);
+      }
+    }
+    store(layout.param, kParam, p, random);
+  }
+};
+
 template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const L& lane,
+[[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const ElementsAt<L>& at,
                                                          const AdamScalars<typename L::scalar>& s,
-                                                         const Layout& layout, const StepMode& mode,
-                                                         void* const (&x)[kArrays], int64_t i,
+                                                         const StepMode& mode,
                                                          const Random* random) {
   using R = typename L::reg;
-  R p = load_weight(lane, layout, x, i);
-  const R g = load_as(lane, layout.grad, x[kGrad], i);
-  R m = load_as(lane, layout.state, x[kExpAvg], i);
-  R v = load_as(lane, layout.state, x[kExpAvgSq], i);
-  R vmax = layout.amsgrad ? load_as(lane, layout.state, x[kMaxExpAvgSq], i) : L::set1(0);
-  adam_registers<L>(s, p, g, m, v, vmax, layout.amsgrad);
-  store_rounded(lane, layout.state, x[kExpAvg], i, m, random, kExpAvg);
-  store_rounded(lane, layout.state, x[kExpAvgSq], i, v, random, kExpAvgSq);
-  store_weight(lane, layout, mode, x, i, p, random);
-  if (layout.amsgrad) {
-    store_rounded(lane, layout.state, x[kMaxExpAvgSq], i, vmax, random, kMaxExpAvgSq);
+  const DType state = at.layout.state;
+  const bool amsgrad = at.layout.amsgrad;
+  R p = at.weight();
+  const R g = at.gradient();
+  R m = at.load(state, kExpAvg);
+  R v = at.load(state, kExpAvgSq);
+  R vmax = amsgrad ? at.load(state, kMaxExpAvgSq) : L::set1(0);
+  adam_registers<L>(s, p, g, m, v, vmax, amsgrad);
+  at.store(state, kExpAvg, m, random);
+  at.store(state, kExpAvgSq, v, random);
+  at.store_weight(p, mode, random);
+  if (amsgrad) {
+    at.store(state, kMaxExpAvgSq, vmax, random);
   }
   if (mode.write_back) {
-    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, s.grad_factor));
+    at.store_scaled_gradient(g, s.grad_factor);
   }
 }
 

@@ -66,51 +66,37 @@ TORCHOPT_HD inline QuantizedScalars quantized_scalars(const AdamScalars<float>& 
           .has_decay = s.has_decay};
 }
 
-// Returns the moments of elements [i, i + width) after this step, in units. `group_decoding` has
-// the factors of the codes of their group: its scales times QuantizedScalars::decoding.
+// Returns the elements' moments after this step, in units. `group_decoding` has the factors of the
+// codes of their group: its scales times QuantizedScalars::decoding.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline Moments<L> average_moments(
-    const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
-    int64_t i, const PerMoment<float>& group_decoding) {
+    const ElementsAt<L>& at, const QuantizedFactors<L>& f, const PerMoment<float>& group_decoding) {
   using R = typename L::reg;
-  R g = load_as(lane, layout.grad, x[kGrad], i);
+  R g = at.gradient();
   if (f.scalars.scales_gradients) {
     g = L::mul(g, f.grad_factor);
     if (f.scalars.has_l2) {
-      g = L::fma(f.l2, load_weight(lane, layout, x, i), g);
+      g = L::fma(f.l2, at.weight(), g);
     }
   }
-  const R code = lane.load_code(static_cast<const int8_t*>(x[kExpAvg]) + i);
-  const R root_code = lane.load_code(static_cast<const uint8_t*>(x[kExpAvgSq]) + i);
+  const R code = at.lane.load_code(at.template address<int8_t>(kExpAvg));
+  const R root_code = at.lane.load_code(at.template address<uint8_t>(kExpAvgSq));
   const R before = L::mul(root_code, L::set1(group_decoding.root));
   return {L::fma(code, L::set1(group_decoding.exp_avg), g),
           L::sqrt(L::fma(before, before, L::mul(g, g)))};
 }
 
-// Returns the weights of these elements after this step.
+// Returns the elements' weights after this step.
 template <class L>
 [[gnu::always_inline]] TORCHOPT_HD inline typename L::reg updated_weights(
-    const L& lane, const QuantizedFactors<L>& f, const Layout& layout, void* const (&x)[kArrays],
-    int64_t i, const Moments<L>& moments) {
+    const ElementsAt<L>& at, const QuantizedFactors<L>& f, const Moments<L>& moments) {
   using R = typename L::reg;
-  R p = load_weight(lane, layout, x, i);
+  R p = at.weight();
   if (f.scalars.has_decay) {
     p = L::fma(f.minus_decay, p, p);
   }
   const R divisor = L::fma(moments.root, f.to_divisor, f.eps);
   return L::canonical(subtract_quotient(f.quotient, p, moments.exp_avg, divisor));
-}
-
-// Stores the scaled gradients of these elements if mode.write_back is set.
-template <class L>
-[[gnu::always_inline]] TORCHOPT_HD inline void write_back(const L& lane, float factor,
-                                                          const Layout& layout,
-                                                          const StepMode& mode,
-                                                          void* const (&x)[kArrays], int64_t i) {
-  if (mode.write_back) {
-    const typename L::reg g = load_as(lane, layout.grad, x[kGrad], i);
-    store_as(lane, layout.grad, x[kGrad], i, scaled<L>(g, factor));
-  }
 }
 
 // Returns random offsets for the codes, in place of dither.
