@@ -148,6 +148,11 @@ def step_together(schedulers: Sequence[Any]) -> None:
             scheduler.step()
 
 
+def allows_mutation() -> bool:
+    """Whether torch.autograd.graph.allow_mutation_on_saved_tensors is in effect."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 # ---- tensors -------------------------------------------------------------------------------------
 
 
@@ -180,9 +185,6 @@ layout_of = attrgetter("_spec")
 
 version = attrgetter("_version")
 """Returns how often a tensor was changed in place; torch documents only this private name."""
-
-dispatch_modes = torch._C._len_torch_dispatch_stack
-"""Returns how many TorchDispatchModes see this thread's operators; torch has no public name."""
 
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 """Makes a tensor of a wrapper subclass, which has no memory of its own."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
-from torchopt_ext._torch import dispatch_modes, is_dtensor
+from torchopt_ext._torch import allows_mutation, is_dtensor
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
@@ -184,7 +184,7 @@ class MasterOptimizer(Controlled):
                     self.verdict.check()
             if skip:
                 return skip
-            if dispatch_modes():
+            if allows_mutation():
                 show_writes(table.params)
             stepped = {device: table.stepped(device, wide=True) for device in table.devices}
             for device, wide in stepped.items():

@@ -200,10 +200,10 @@ def _complete(grad: Any) -> Any:
 
 @torch.no_grad()
 def show_writes(params: Iterable[Tensor]) -> None:
-    """Shows dispatch modes that parameters will be written, by an operator that changes nothing.
+    """Shows that parameters will be written, by an operator that changes nothing.
 
-    Modes see operators only, and not the kernels of a step. Among them,
-    torch.autograd.graph.allow_mutation_on_saved_tensors copies what backward still needs.
+    torch.autograd.graph.allow_mutation_on_saved_tensors then copies what backward still needs. It
+    sees operators only, and not the kernels of a step.
     """
     if written := [local_tensor(param) for param in params if param.grad is not None]:
         torch._foreach_copy_(written, written)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext._torch import dispatch_modes, run_eagerly
+from torchopt_ext._torch import allows_mutation, run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import (
@@ -51,7 +51,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
             optimizer.discard_measured()
     _begin_use(optimizers)
     try:
-        if dispatch_modes():
+        if allows_mutation():
             show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
         if not (alone and optimizers[0].local_step(context)):
