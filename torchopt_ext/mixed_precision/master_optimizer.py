@@ -125,7 +125,12 @@ class MasterOptimizer(Controlled):
         self._table = None
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns every parameter of the model, and the tensor that the optimizer steps for it.
+        """Returns every parameter of the model, and the tensor that the optimizer steps for it."""
+        own = chain(*(group["params"] for group in self.param_groups))
+        return zip(own, self._stepped(), strict=True)
+
+    def _stepped(self) -> list[Tensor]:
+        """Returns the tensors that the optimizer steps.
 
         Raises:
             RuntimeError: the groups do not have as many parameters as they had.
@@ -137,7 +142,7 @@ class MasterOptimizer(Controlled):
                 f"the base's groups have {[*map(len, held)]} parameters, expected "
                 f"{[*map(len, own)]}: FSDPadaptOptimizer.add_param_group() is what adds a group"
             )
-        return zip(chain(*own), chain(*held), strict=True)
+        return list(chain(*held))
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
@@ -209,14 +214,13 @@ class MasterOptimizer(Controlled):
 
     def _collect(self) -> _Table:
         """Returns the table of all parameters, with this step's gradients checked."""
-        own = [group["params"] for group in self.param_groups]
-        held = [master for _, master in self._pairs()]
+        stepped = self._stepped()
         table = self._table
-        if table is None or not all(map(operator.is_, held, table.masters)):
-            table = _Table(own, self.optim)
+        if table is None or not all(map(operator.is_, stepped, table.masters)):
+            table = _Table(self._pairs(), self.optim)
         if table.unfrozen():
             self.create_masters(lambda param: param.grad is not None)
-            table = _Table(own, self.optim)
+            table = _Table(self._pairs(), self.optim)
         self._table = table
         table.take_gradients()
         return table
@@ -295,11 +299,11 @@ class _Table:
         optim: the optimizer, whose groups hold masters or the parameters themselves.
     """
 
-    def __init__(self, params: list[list[Tensor]], optim: Optimizer) -> None:
-        self.params = list(chain(*params))
-        self.masters = list(chain(*(group["params"] for group in optim.param_groups)))
+    def __init__(self, found: Iterable[tuple[Tensor, Tensor]], optim: Optimizer) -> None:
+        pairs = list(found)
+        self.params = [param for param, _ in pairs]
+        self.masters = [master for _, master in pairs]
         self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
-        pairs = list(zip(self.params, self.masters, strict=True))
         for name, (param, master) in zip(self.names, pairs, strict=True):
             if master is not param and not getattr(master, "is_master_weight", False):
                 raise RuntimeError(

@@ -36,6 +36,8 @@ def can_quantize(param: Any) -> bool:
     if is_dtensor(param):
         ranks = 1  # ranks that divide a row
         for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
+            if placement.is_partial():
+                return False
             ranks *= size if not placement.is_replicate() and placement.dim > 0 else 1
         if ranks > 1 and (param.dim() > 2 or param.shape[1] % (GROUP * ranks) != 0):
             return False

@@ -419,11 +419,12 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
 def test_a_shard_that_cuts_rows_inside_a_group_keeps_floats(
     second_of_two_ranks: Any, shape: tuple[int, ...], dim: int, fits: bool
 ) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     whole = torch.zeros(shape)
     param = distribute_tensor(whole, second_of_two_ranks, [Shard(dim)], src_data_rank=None)
     assert can_quantize(param) == fits
+    assert not can_quantize(DTensor.from_local(whole, second_of_two_ranks, [Partial()]))
 
 
 @pytest.mark.parametrize("change", ["channels_last", "double"])  # double needs fp64 moments
