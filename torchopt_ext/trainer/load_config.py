@@ -7,6 +7,8 @@ The command line overrides the file, and the file overrides the defaults, as in 
 import contextlib
 import dataclasses
 import difflib
+import enum
+import functools
 import importlib
 import io
 import re
@@ -58,9 +60,10 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
     module = _given(options, "job.custom_config_module")
     if module is None:
         module = _given(_leaves({}, file), "job.custom_config_module")
-    cls = _extended(str(module)) if module else JobConfig
-    default = _from_file(cls, file, path)
-    return _from_options(cls, options, default, prog)
+    config = (_extended(str(module)) if module else JobConfig)()
+    _set_from_file(config, file, path)
+    _set_from_options(config, options, prog)
+    return config
 
 
 def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
@@ -117,13 +120,13 @@ def checked(kind: Any, value: Any) -> Any:
         raise TypeError
     if origin is list:
         if isinstance(value, str):
-            value = [item.strip() for item in value.split(",") if item.strip()]
+            value = _items(value)
         if not isinstance(value, list):
             raise TypeError
         return [checked(inner[0], item) for item in value]
     if origin is dict:
         if isinstance(value, str):
-            pairs = [item.rpartition("=") for item in value.split(",") if item.strip()]
+            pairs = [item.rpartition("=") for item in _items(value)]
             try:
                 value = {key.strip(): inner[1](number) for key, _, number in pairs}
             except ValueError:
@@ -142,11 +145,22 @@ def checked(kind: Any, value: Any) -> Any:
     return value
 
 
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _set(config: JobConfig, name: str, value: Any) -> None:
+    *sections, field = name.split(".")
+    setattr(functools.reduce(getattr, sections, config), field, value)
+
+
 def describe(kind: Any) -> str:
     """Describes the values that a type allows, for messages."""
     named = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if kind in named:
         return named[kind]
+    if isinstance(kind, enum.EnumType):
+        return f"one of {', '.join(kind.__members__)}"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
@@ -184,9 +198,8 @@ def _leaves(
             yield name, value
 
 
-def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) -> JobConfig:
-    """Builds the configuration from a file alone."""
-    config, settings, seen = cls(), settings_of(cls), dict[str, str]()
+def _set_from_file(config: JobConfig, file: Mapping[str, Any], path: str | None) -> None:
+    settings, seen = settings_of(type(config)), dict[str, str]()
     sections = {name[: match.start()] for name in settings for match in re.finditer(r"\.", name)}
     for given, value in _leaves(settings, file):
         if given in sections:
@@ -204,12 +217,7 @@ def _from_file(cls: type[JobConfig], file: Mapping[str, Any], path: str | None) 
         if name in seen:
             raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
         seen[name] = given
-        section, _, field = name.rpartition(".")
-        target = config
-        for part in section.split(".") if section else ():
-            target = getattr(target, part)
-        setattr(target, field, value)
-    return config
+        _set(config, name, value)
 
 
 # ---- extensions ----------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
                 yield name, values
             name, equals, value = arg[2:].partition("=")
             name, values = name.replace("-", "_"), [value] if equals else []
-        elif not name:
+        elif not name or arg == "--":
             raise ConfigError(f"{arg!r} belongs to no option: write --section.field value")
         else:
             values.append(arg)
@@ -264,66 +272,36 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, values
 
 
-def _fits(kind: Any, values: list[str]) -> bool:
-    """Returns whether values from a command line can be read as a type."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(one, values) for one in inner)
-    if origin is list and get_origin(inner[0]) is list:
-        return all(_fits(inner[0], [value]) for value in values)
-    known = kind in (int, float, str, types.NoneType) or origin in (list, dict, Literal)
-    if not known:
-        return True  # an extension's type, which tyro reads
-    if len(values) != 1:
-        return False
-    (text,) = values
-    if kind is types.NoneType:
-        return text == "None"
-    try:
-        checked(kind, kind(text) if kind in (int, float) else text)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _from_options(
-    cls: type[JobConfig], options: Iterable[tuple[str, list[str]]], default: JobConfig, prog: str
-) -> JobConfig:
-    """Returns `default` with the command line's changes."""
-    settings, args = settings_of(cls), []
+def _set_from_options(
+    config: JobConfig, options: Iterable[tuple[str, list[str]]], prog: str
+) -> None:
+    tyro = import_extra("tyro", "reading a job's configuration")
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_list_rule)
+    parse = functools.partial(tyro.cli, prog=prog, registry=registry, use_underscores=True)
+    settings = settings_of(type(config))
     for given, values in options:
         if given == "help":
-            args.append("--help")
-            continue
+            parse(type(config), args=["--help"], default=config)
         negated = ".no_" in given and given not in settings
         name = _name_of(given.replace(".no_", ".", 1) if negated else given, settings)
         kind = settings[name]
         if kind is bool:
-            section, _, last = name.rpartition(".")
-            off = f"{section}.no_{last}"
             if values:
+                off = ".no_".join(name.rsplit(".", 1))
                 raise ConfigError(f"{name} is a switch: write --{name} or --{off}, without a value")
-            args.append(f"--{off if negated else name}")
+            _set(config, name, not negated)
             continue
         if negated:
             raise ConfigError(f"{name} is not a switch: write --{name} value")
-        found = " ".join(map(repr, values)) or "without a value"
-        if not values or not _fits(kind, values):
-            raise ConfigError(f"{given} is {found}, expected {describe(kind)}")
-        args += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    tyro = import_extra("tyro", "reading a job's configuration")
-    registry, errors = tyro.constructors.ConstructorRegistry(), io.StringIO()
-    registry.primitive_rule(_list_rule)
-    try:
-        with contextlib.redirect_stderr(errors):
-            config: JobConfig = tyro.cli(
-                cls, prog=prog, args=args, default=default, registry=registry, use_underscores=True
-            )
-    except SystemExit as exit:
-        if exit.code in (0, None):
-            raise
-        raise ConfigError(_sentence(errors.getvalue())) from None
-    return config
+        option = dataclasses.make_dataclass("Option", [("value", kind)])
+        args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                _set(config, name, parse(option, args=args).value)
+        except SystemExit:
+            found = " ".join(map(repr, values)) or "without a value"
+            raise ConfigError(f"{given} is {found}, expected {describe(kind)}") from None
 
 
 def _list_rule(info: Any) -> Any:
@@ -345,8 +323,3 @@ def _list_rule(info: Any) -> Any:
         is_instance=lambda value: isinstance(value, list | dict),
         str_from_instance=as_text,
     )
-
-
-def _sentence(message: str) -> str:
-    """Returns tyro's message without the box around it."""
-    return " ".join(re.sub(r"[-─]{4,}|[│├┤╭╮╰╯]", " ", message).split())

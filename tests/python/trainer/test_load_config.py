@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -21,26 +20,12 @@ from hypothesis import strategies as st
 
 from torchopt_ext.trainer import config, quantize_config
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.load_config import load_config
+from torchopt_ext.trainer.load_config import _RENAMED, load_config, settings_of
 from torchopt_ext.trainer.supported import check_supported
 
 pytest.importorskip("tyro")
 FILES = {
     version: Path(__file__).parent / f"torchtitan_{version}.toml" for version in ("0_1_0", "0_2_2")
-}
-# The names of issue 19 and the seed for settings that torchtitan 0.1 and 0.2 name differently.
-RENAMED = {
-    "checkpoint.enable": "checkpoint.enable_checkpoint",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
-    "compile.enable": "training.compile",
-    "debug.deterministic": "training.deterministic",
-    "debug.seed": "training.seed",
-    "job.print_config": "job.print_args",
-    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
-    "memory_estimation.enable": "memory_estimation.enabled",
-    "training.local_batch_size": "training.batch_size",
 }
 HAS_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None and (
     importlib.metadata.version("torchtitan") == "0.2.2"
@@ -97,7 +82,7 @@ def test_every_setting_of_torchtitan_s_files(version: str) -> None:
     assert len(values) > 95
     config = load_config(["--config", str(FILES[version])])
     for name, value in values.items():
-        assert get(config, RENAMED.get(name, name)) == value, name
+        assert get(config, _RENAMED.get(name, name)) == value, name
     assert config.job.config_file == str(FILES[version])
 
 
@@ -109,7 +94,7 @@ def test_files_are_read_as_torchtitan_reads_them() -> None:
     theirs, ours = ConfigManager().parse_args(args), load_config(args)
     for name, value in leaves(theirs.to_dict()):
         if name != "experimental.custom_args_module":
-            assert get(ours, RENAMED.get(name, name)) == value, name
+            assert get(ours, _RENAMED.get(name, name)) == value, name
 
 
 @pytest.mark.skipif(not HAS_TORCHTITAN, reason="needs torchtitan 0.2.2")
@@ -117,10 +102,12 @@ def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.config import JobConfig as Theirs
 
-    kinds = dict(settings_of(Theirs))
+    kinds = settings_of(Theirs)
     for name in ("job.config_file", "job.custom_config_module", "experimental.custom_args_module"):
         del kinds[name]
-    for name, kind in settings_of(JobConfig):  # torchtitan does not check some of its choices
+    for name, kind in settings_of(
+        JobConfig
+    ).items():  # torchtitan does not check some of its choices
         if get_origin(kind) is Literal and kinds.get(name) is str:
             kinds[name] = kind
     for name in ("quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
@@ -133,7 +120,7 @@ def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
         theirs, ours = ConfigManager().parse_args(args), load_config(args)
         for name in kinds:
             if name != "model.hf_assets_path":  # torchtitan puts tokenizer_path there
-                renamed = RENAMED.get(name, name)
+                renamed = _RENAMED.get(name, name)
                 if get(theirs, name) != get(Theirs(), name):
                     assert get(ours, renamed) == get(theirs, name), (name, args)
                 else:
@@ -142,15 +129,6 @@ def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
                     )
 
     check()
-
-
-def settings_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from settings_of(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name]
 
 
 def options(kinds: dict[str, Any]) -> st.SearchStrategy[list[str]]:
@@ -192,8 +170,10 @@ def text_of(kind: Any, name: str = "") -> st.SearchStrategy[str]:
 
 def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "extension_of_job.py").write_text(
-        "from dataclasses import dataclass, field\n"
+        "from dataclasses import dataclass, field\nfrom enum import Enum\n"
+        "Kind = Enum('Kind', ('ONE', 'TWO'))\n"
         "@dataclass\nclass Mine:\n    how_many: int = 3\n    '''How many of mine.'''\n"
+        "    kind: Kind = Kind.ONE\n"
         "@dataclass\nclass Training:\n    steps: int = 77\n    image_size: int = 256\n"
         "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
         "    training: Training = field(default_factory=Training)\n"
@@ -209,11 +189,14 @@ def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
         assert (config.mine.how_many, config.training.image_size) == (5, 65)
         assert (config.training.steps, config.training.batch_size) == (77, 2)
         assert config.job.custom_config_module == "extension_of_job"
-        assert config.to_dict()["mine"] == {"how_many": 5}
+        assert config.to_dict()["mine"] == {"how_many": 5, "kind": config.mine.kind}
     with pytest.raises(ConfigError, match="no setting mine"):
         load_config(["--mine.how_many", "4"])
-    config = load_config(["--mine.how_many", "4", f"--{names[0]}", "extension_of_job"])
-    assert config.mine.how_many == 4
+    named = f"--{names[0]}=extension_of_job"
+    config = load_config(["--mine.how_many", "4", named, "--mine.kind=TWO"])
+    assert (config.mine.how_many, config.mine.kind.name) == (4, "TWO")
+    with pytest.raises(ConfigError, match=r"kind is 'THREE', expected one of ONE, TWO"):
+        load_config([named, "--mine.kind=THREE"])
 
 
 def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
@@ -245,7 +228,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         load_config(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for name, kind in settings_of(JobConfig):
+    for name, kind in settings_of(JobConfig).items():
         assert f"--{name}" in shown
         if kind is bool:
             section, _, last = name.rpartition(".")
@@ -289,6 +272,7 @@ def test_every_setting_has_a_text() -> None:
             for text in ("x", "0.5", "=0.5", "a=b")
         ),
         (["100"], "'100' belongs to no option"),
+        (["--model.name", "x", "--"], "'--' belongs to no option"),
         (["--config", "nowhere.toml"], "there is no nowhere.toml"),
         (["--job.custom_config_module", "nowhere"], "job.custom_config_module is 'nowhere'"),
     ],
@@ -328,7 +312,7 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     assert "job.toml" in str(error.value)
 
 
-NAMES = [name for name, _ in settings_of(JobConfig)]
+NAMES = [*settings_of(JobConfig)]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 
 
