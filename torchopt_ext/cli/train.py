@@ -34,27 +34,15 @@ def main(args: list[str]) -> int:
         return 2
 
 
-def _check_seed_checkpoint(job_config: JobConfig) -> None:
-    """Rejects a job that cannot write a seed checkpoint, before anything is built."""
+def _check_checkpoint(job_config: JobConfig) -> None:
+    """Rejects a job that cannot save or load what it should, before anything is built."""
     checkpoint = job_config.checkpoint
-    if not checkpoint.create_seed_checkpoint:
-        return
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if checkpoint.create_seed_checkpoint and world_size != "1":
         raise ConfigError(
             "checkpoint.create_seed_checkpoint writes the undivided model, which needs one "
             f"process: WORLD_SIZE is {world_size}"
         )
-    for name, given in (
-        ("checkpoint.load_only", checkpoint.load_only),
-        ("fault_tolerance.enable", job_config.fault_tolerance.enable),
-    ):
-        if given:
-            raise ConfigError(f"checkpoint.create_seed_checkpoint writes nothing with {name}")
-
-
-def _check_load_paths(job_config: JobConfig) -> None:
-    """Rejects a job without the checkpoint that it should load, before anything is built."""
-    checkpoint = job_config.checkpoint
     folder = Path(job_config.job.dump_folder, checkpoint.folder)
     step, path = checkpoint.load_step, checkpoint.initial_load_path
     if step != -1:
@@ -74,8 +62,7 @@ def _check_load_paths(job_config: JobConfig) -> None:
 def _train(args: list[str]) -> int:
     job_config = load_config(args)
     check_supported(job_config)
-    _check_seed_checkpoint(job_config)
-    _check_load_paths(job_config)
+    _check_checkpoint(job_config)
     trainer = Trainer(job_config)
     try:
         if job_config.checkpoint.create_seed_checkpoint:

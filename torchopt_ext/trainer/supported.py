@@ -1,7 +1,6 @@
 """Rejects settings that the Trainer cannot honor."""
 
 import math
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -50,7 +49,15 @@ _AT_LEAST = {
     "training.epochs": 0,
     "training.max_consecutive_skips": 0,
     "training.gc_freq": 1,
+    "training.seed": 0,
+    "optimizer.lr": 0,
+    "optimizer.beta1": 0,
+    "optimizer.beta2": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.total_steps": 1,
+    "lr_scheduler.decay_ratio": 0,
     "metrics.log_freq": 1,
     "profiling.profile_freq": 1,
     "profiling.profiler_active": 1,
@@ -67,23 +74,9 @@ _AT_LEAST = {
     "validation.seq_len": 1,
     "validation.steps": -1,
 }
+"""Least values of numbers, which must also be finite. None, for a default, is allowed."""
 
-_Range = tuple[Callable[[float], bool], str]
-"""A test whether a number is in the range, and a description of the range."""
-_FROM_0: _Range = (lambda number: 0 <= number < math.inf, "a number of 0 or more")
-_BELOW_1: _Range = (lambda number: 0 <= number < 1, "0 or more and less than 1")
-_TO_1: _Range = (lambda number: 0 <= number <= 1, "0 to 1")
-_RANGES = {
-    "optimizer.lr": _FROM_0,
-    "optimizer.beta1": _BELOW_1,
-    "optimizer.beta2": _BELOW_1,
-    "optimizer.eps": _FROM_0,
-    "optimizer.weight_decay": _FROM_0,
-    "lr_scheduler.lr_min": _TO_1,
-    "lr_scheduler.decay_ratio": _FROM_0,
-    "lr_scheduler.total_steps": (lambda number: number >= 1, "1 or more"),
-}
-"""Expected ranges of numbers. None is not checked: it stands for a default."""
+_LESS_THAN = {"training.seed": 1 << 64, "optimizer.beta1": 1, "optimizer.beta2": 1}
 
 
 def check_supported(job_config: JobConfig) -> None:
@@ -101,11 +94,14 @@ def check_supported(job_config: JobConfig) -> None:
     ]
     if wrong:
         raise ConfigError(f"settings that this Trainer does not support: {'; '.join(wrong)}")
-    wrong = [
-        f"{name} is {_get(job_config, name)}, expected {least} or more"
-        for name, least in _AT_LEAST.items()
-        if _get(job_config, name) < least
-    ]
+    wrong = []
+    for name, least in _AT_LEAST.items():
+        number, end = _get(job_config, name), _LESS_THAN.get(name, math.inf)
+        if number is not None and not least <= number < end:
+            also = f" and less than {end}" if name in _LESS_THAN else ""
+            wrong.append(f"{name} is {number}, expected a number of {least} or more{also}")
+    if not 0 <= job_config.lr_scheduler.lr_min <= 1:
+        wrong.append(f"lr_scheduler.lr_min is {job_config.lr_scheduler.lr_min}, expected 0 to 1")
     for name, kind in settings_of(type(job_config)).items():
         if "Literal" in str(kind):
             try:
@@ -126,15 +122,11 @@ def check_supported(job_config: JobConfig) -> None:
     for name in ("load_step", "initial_load_path", "create_seed_checkpoint", "export_safetensors"):
         if not checkpoint.enable_checkpoint and getattr(checkpoint, name) not in unset:
             wrong.append(f"checkpoint.{name} needs checkpoint.enable_checkpoint, which is false")
+    for name in ("checkpoint.load_only", "fault_tolerance.enable"):
+        if checkpoint.create_seed_checkpoint and _get(job_config, name):
+            wrong.append(f"checkpoint.create_seed_checkpoint writes nothing with {name}")
     if job_config.activation_checkpoint.mode == "memory_budget":
         wrong.append(f"activation_checkpoint.mode is 'memory_budget', but {_NO_BUDGET}")
-    for name, (is_in_range, expected) in _RANGES.items():
-        value = _get(job_config, name)
-        if value is not None and not is_in_range(value):
-            wrong.append(f"{name} is {value}, expected {expected}")
-    seed = job_config.training.seed
-    if seed is not None and not 0 <= seed < 1 << 64:
-        wrong.append(f"training.seed is {seed}, expected 0 to 2**64 - 1")
     compiled = job_config.compile.components
     if job_config.training.compile and "model" not in compiled:
         wrong.append(f"compile.components is {compiled}, expected 'model' among them")

@@ -368,13 +368,30 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         ("--fault_tolerance.enable --optimizer.norm_in_backward", "norm_in_backward has no effect"),
         ("--training.max_norm=0", "training.max_norm is 0.0, expected a positive number"),
         ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
-        ("--training.gc_freq=0", "training.gc_freq is 0, expected 1 or more"),
-        ("--training.local_batch_size=0", "training.batch_size is 0, expected 1 or more"),
-        ("--optimizer.lr=nan", "optimizer.lr is nan, expected a number of 0 or more"),
-        ("--optimizer.lr=-1", "optimizer.lr is -1.0, expected a number of 0 or more"),
-        ("--optimizer.lr=inf", "optimizer.lr is inf, expected a number of 0 or more"),
-        ("--training.seed=-1", "training.seed is -1, expected 0 to 2**64 - 1"),
-        ("--training.seed=18446744073709551616", "expected 0 to 2**64 - 1"),
+        ("--training.gc_freq=0", "training.gc_freq is 0, expected a number of 1 or more"),
+        ("--training.local_batch_size=0", "training.batch_size is 0, expected a number of 1 or"),
+        ("--training.global_batch_size=-2", "training.global_batch_size is -2, expected a number"),
+        ("--validation.steps=-2", "validation.steps is -2, expected a number of -1 or more"),
+        *(
+            (f"--optimizer.lr={lr}", f"optimizer.lr is {lr}, expected a number of 0 or more")
+            for lr in ("nan", "-1.0", "inf")
+        ),
+        ("--optimizer.eps=-1", "optimizer.eps is -1.0, expected a number of 0 or more"),
+        ("--optimizer.beta1=1", "beta1 is 1.0, expected a number of 0 or more and less than 1"),
+        ("--lr_scheduler.lr_min=2", "lr_scheduler.lr_min is 2.0, expected 0 to 1"),
+        ("--training.seed=-1", "training.seed is -1, expected a number of 0 or more and less"),
+        ("--training.seed=18446744073709551616", "less than 18446744073709551616"),
+        *(
+            (f"--checkpoint.{setting}", "needs checkpoint.enable_checkpoint, which is false")
+            for setting in (
+                *("load_step=3", "initial_load_path=a/step-3"),
+                *("export_safetensors", "create_seed_checkpoint"),
+            )
+        ),
+        *(
+            (f"--{name} --checkpoint.create_seed_checkpoint", f"writes nothing with {name}")
+            for name in ("checkpoint.load_only", "fault_tolerance.enable")
+        ),
     ],
 )
 def test_unsupported_settings(option: str, named: str) -> None:
