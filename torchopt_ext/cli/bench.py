@@ -34,7 +34,7 @@ from torchopt_ext.cli.terminal import (
     check_picture,
     figures,
     markdown,
-    new_figure,
+    new_panel,
     number,
     positive,
     save_picture,
@@ -52,6 +52,7 @@ PLAIN = "a += b"
 ELEMENTS = 2**25
 """Elements of each of the roofline's two float32 tensors: more than caches hold."""
 Step = Callable[[], Any]
+Clock = Callable[[Step], float]
 
 
 def parser() -> Parser:
@@ -128,7 +129,7 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         fault = f"{name} is too large" if "memory" in str(error) else f"--device {options.device}"
         raise CommandError(f"{fault}: {first_sentence(error)}") from error
-    clock = Clock(device)
+    clock = functools.partial(seconds_of, device=device)
     plain = plain_update(device)
     try:
         with quiet():
@@ -193,22 +194,14 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Measures the seconds of a call; on a GPU including the work that the call started."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, call: Step) -> float:
-        self.wait()
-        start = time.perf_counter()
-        call()
-        self.wait()
-        return time.perf_counter() - start
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def seconds_of(call: Step, device: torch.device) -> float:
+    """Returns the seconds of a call; on a GPU including the work that the call started."""
+    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
 
 
 def plain_update(device: torch.device) -> Step:
@@ -372,8 +365,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draws bars of medians with quartiles, and a line at the roofline of our step."""
-    figure = new_figure(6.4, 1.6 + 0.45 * len(found["steps"]))
-    panel = figure.subplots()
+    panel = new_panel(6.4, 1.6 + 0.45 * len(found["steps"]))
     for y, (label, step) in enumerate(found["steps"].items()):
         low, median, high = (1e3 * step[key] for key in ("q25", "median", "q75"))
         color = "#1b6ca8" if label == OURS else "#b8b8b8"
@@ -385,7 +377,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
     panel.invert_yaxis()
     panel.margins(x=0.12)
     panel.set_xlabel("milliseconds to clip and step, lower is better", fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=7, loc="upper right")
     panel.set_title(about(found), fontsize=7)
-    save_picture(figure, path)
+    save_picture(panel, path)

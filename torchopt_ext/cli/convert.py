@@ -142,7 +142,7 @@ def main(args: list[str]) -> int:
         print(f"without the low bits of {len(held):,} weights, which --save-weights writes")
     if exact:
         print(f"wrote {options.save_weights}: {len(exact):,} weights, float32")
-    total = sum(tensor.bytes for tensor in new.values())
+    total = sum(tensor.like.nbytes for tensor in new.values())
     print(f"wrote {options.output}: {chosen}, {len(new):,} tensors, {size(total)}")
     return 0
 
@@ -171,10 +171,6 @@ class New:
     def like(self) -> Tensor:
         """A tensor of the same shape and dtype that takes no memory."""
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, New]:
@@ -309,10 +305,10 @@ def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:
 def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
     """Writes a file of torch.save. Parameters' indices become numbers again."""
     made = {}
-    with Progress("converting", sum(tensor.bytes for tensor in new.values())) as progress:
+    with Progress("converting", sum(tensor.like.nbytes for tensor in new.values())) as progress:
         for key, tensor in new.items():
             made[key] = tensor.make()
-            progress.add(tensor.bytes)
+            progress.add(tensor.like.nbytes)
     if source.nested is not None:
         torch_save(with_tensors(source.nested, source, new, made, to_torch), path)
         return
@@ -407,7 +403,7 @@ class _Planner(DefaultSavePlanner):
         if self._last is not None:
             self._last.untyped_storage().resize_(0)
         self._last = tensor.make().clone(memory_format=torch.contiguous_format)
-        self._progress.add(tensor.bytes)
+        self._progress.add(tensor.like.nbytes)
         return self._last
 
 
@@ -418,7 +414,7 @@ def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: b
         set_element(nested, tensor.path, tensor.like)
     for key, value in kept_values(source, to_torch).items():
         set_element(nested, source.paths[key], value)
-    total = sum(tensor.bytes for tensor in new.values())
+    total = sum(tensor.like.nbytes for tensor in new.values())
     with Progress("converting", total) as progress, quiet():
         # No copy-ahead: it would copy tensors that are freed by then.
         writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,16 +94,11 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict[str, Any]:
-    kinds: Counter[tuple[str, str]] = Counter()
-    elements: Counter[tuple[str, str]] = Counter()
-    held: Counter[tuple[str, str]] = Counter()
+    kinds: dict[tuple[str, str], list[Tensor]] = {}
     steps = []
     for entry in entries:
         like = checkpoint.tensors[entry.key]
-        what = entry.kind, dtype_name(like)
-        kinds[what] += 1
-        elements[what] += like.numel()
-        held[what] += like.numel() * like.dtype.itemsize
+        kinds.setdefault((entry.kind, dtype_name(like)), []).append(like)
         if entry.kind == "step" and like.numel() == 1:
             steps.append(checkpoint.tensor(entry.key).item())
     names = {kind for kind, _ in kinds}
@@ -115,11 +109,16 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
     found: dict[str, Any] = {
         "optimizer": bool(owners),
         "entries": [
-            {"kind": kind, "dtype": dtype, "tensors": kinds[kind, dtype],
-             "elements": elements[kind, dtype], "bytes": held[kind, dtype]}
-            for kind, dtype in sorted(kinds)
+            {
+                "kind": kind,
+                "dtype": dtype,
+                "tensors": len(likes),
+                "elements": sum(like.numel() for like in likes),
+                "bytes": sum(like.nbytes for like in likes),
+            }
+            for (kind, dtype), likes in sorted(kinds.items(), key=lambda found: found[0])
         ],
-    }  # fmt: skip
+    }
     if owners:
         own = groups(checkpoint, part)
         indexed = any(group["indices"] for group in own) or not own
@@ -179,7 +178,7 @@ def _plain(value: Any) -> Any:
 def digest(checkpoint: Checkpoint) -> str:
     """Returns the SHA-256 of all tensors, in the order of their keys."""
     hashed = hashlib.sha256()
-    total = sum(like.numel() * like.dtype.itemsize for like in checkpoint.tensors.values())
+    total = sum(like.nbytes for like in checkpoint.tensors.values())
     with Progress("hashing", total) as progress:
         for key in sorted(checkpoint.tensors):
             value = checkpoint.tensor(key).contiguous()

@@ -20,7 +20,7 @@ from torchopt_ext.cli.terminal import (
     Progress,
     figures,
     listed,
-    new_figure,
+    new_panel,
     number,
     positive,
     save_picture,
@@ -255,8 +255,7 @@ def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
     """Draws bars of the bytes that the fullest rank holds, and marks at the mean of all ranks."""
     most = [fullest(ranks) for ranks in plans.values()]
     unit, scale = unit_of(max(rank.held for rank in most))
-    figure = new_figure(6.4, 4.0)
-    panel = figure.subplots()
+    panel = new_panel(6.4, 4.0)
     bottom = [0.0] * len(most)
     for part, color in zip(HELD, COLORS, strict=True):
         heights = [getattr(rank, part) / scale for rank in most]
@@ -270,8 +269,7 @@ def draw(name: str, plans: dict[str, list[RankBytes]], path: Path) -> None:
         panel.hlines(mean, x - 0.42, x + 0.42, color="black", lw=1.2, label=label)
     panel.set_ylabel(f"{unit} held on the fullest rank")
     panel.set_ylim(0, 1.12 * max(bottom))
-    panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=8)
     count = len(next(iter(plans.values())))
     panel.set_title(f"{Path(name).name}, {count:,} ranks", fontsize=10)
-    save_picture(figure, path)
+    save_picture(panel, path)

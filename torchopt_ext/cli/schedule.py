@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import math
@@ -18,7 +19,7 @@ import torch
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
-    new_figure,
+    new_panel,
     number,
     positive,
     save_picture,
@@ -34,11 +35,28 @@ MOST_STEPS = 10_000_000
 TABLED = 4
 """Curves that fit next to each other in a table."""
 STYLES = ("-", "--", "-.", ":")
-DEFAULTS = {
-    "lr": "1.0", "warmup": "0", "decay_ratio": "", "decay": "linear", "min_factor": "0",
-    "generation": "2",
+DEFAULTS: dict[str, list[Any]] = {
+    "lr": [1.0], "warmup": [0], "decay_ratio": [None], "decay": ["linear"], "min_factor": [0.0],
+    "generation": [2],
 }  # fmt: skip
-"""Defaults of the options that need --steps."""
+"""Values of the options that need --steps."""
+
+
+def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns a parser of comma-separated values."""
+    return functools.wraps(read)(lambda text: [read(part.strip()) for part in text.split(",")])
+
+
+def generation(text: str) -> int:
+    return ["1", "2"].index(text) + 1
+
+
+def whole(text: str) -> int:
+    """Parses a whole number, also in the form 1e3."""
+    value = float(text)
+    if not value.is_integer() or abs(value) >= 2**62:
+        raise ValueError
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -74,17 +92,25 @@ def parser() -> Parser:
         help="the file of a Trainer job; repeatable",
     )
     made.add_argument("--steps", type=number, metavar="N", help="steps of training")
-    made.add_argument("--lr", metavar="LR", help="learning rate, which the factor multiplies (1)")
-    made.add_argument("--warmup", metavar="N", help="whole steps of warmup (0)")
     made.add_argument(
-        "--decay-ratio",
-        metavar="SHARE",
-        help="share of the steps in which the rate decays (all steps after the warmup)",
+        "--lr", type=several(positive), help="learning rate, which the factor multiplies (1)"
     )
-    made.add_argument("--decay", metavar="KIND", help="linear, sqrt or cosine (linear)")
-    made.add_argument("--min-factor", metavar="SHARE", help="final rate as a share of LR (0)")
     made.add_argument(
-        "--generation", metavar="1|2",
+        "--warmup", type=several(whole), metavar="N", help="whole steps of warmup (0)"
+    )
+    made.add_argument(
+        "--decay-ratio", type=several(float), metavar="SHARE",
+        help="share of the steps in which the rate decays (all steps after the warmup)",
+    )  # fmt: skip
+    made.add_argument(
+        "--decay", type=several(str), metavar="KIND", help="linear, sqrt or cosine (linear)"
+    )
+    made.add_argument(
+        "--min-factor", type=several(float), metavar="SHARE",
+        help="final rate as a share of LR (0)",
+    )  # fmt: skip
+    made.add_argument(
+        "--generation", type=several(generation), metavar="1|2",
         help="1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
     )  # fmt: skip
     made.add_argument("--rows", type=number, default=11, metavar="N", help="rows of the table (11)")
@@ -99,7 +125,7 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
-    given = {n: text for n in DEFAULTS if (text := getattr(options, n)) is not None}
+    given = {n: values for n in DEFAULTS if (values := getattr(options, n)) is not None}
     if options.steps is None and given and options.config:
         option = min(given).replace("_", "-")
         raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
@@ -141,23 +167,14 @@ def from_job(path: str) -> Curve:
     return sampled(Path(path).stem, lr, steps, schedule_from_job_config, job)
 
 
-def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
+def from_flags(steps: int, named: Mapping[str, list[Any]]) -> list[Curve]:
     """Returns a curve for each combination of values, named by the values that differ."""
-    ratio = given["decay_ratio"]
-    named: dict[str, list[Any]] = {
-        "lr": parts("--lr", given["lr"], positive),
-        "warmup": parts("--warmup", given["warmup"], whole),
-        "decay_ratio": parts("--decay-ratio", ratio, float) if ratio else [None],
-        "decay": parts("--decay", given["decay"], str),
-        "min_factor": parts("--min-factor", given["min_factor"], float),
-        "generation": parts("--generation", given["generation"], {"1": 1, "2": 2}.__getitem__),
-    }
-    several = [key for key, values in named.items() if len(values) > 1]
+    differing = [key for key, values in named.items() if len(values) > 1]
     curves = []
     for values in itertools.product(*named.values()):
         chosen = dict(zip(named, values, strict=True))
         name = " ".join(
-            str(chosen[key]) if key == "decay" else f"{key}={chosen[key]:g}" for key in several
+            str(chosen[key]) if key == "decay" else f"{key}={chosen[key]:g}" for key in differing
         )
         section = SimpleNamespace(
             warmup_steps=chosen["warmup"],
@@ -168,24 +185,6 @@ def from_flags(steps: int, given: Mapping[str, str]) -> list[Curve]:
         )
         curves.append(sampled(name, chosen["lr"], steps, schedule_from_config, section, steps))
     return curves
-
-
-def whole(text: str) -> int:
-    """Parses a whole number, also in the form 1e3."""
-    value = float(text)
-    if not value.is_integer() or abs(value) >= 2**62:
-        raise ValueError
-    return int(value)
-
-
-def parts(option: str, text: str, read: Callable[[str], Any]) -> list[Any]:
-    """Parses the comma-separated values of an option."""
-    try:
-        return [read(part.strip()) for part in text.split(",")]
-    except Exception as error:  # parsers may raise any kind
-        raise CommandError(
-            f"{option} is {text!r}, which cannot be read; --help shows what there is"
-        ) from error
 
 
 def sampled(name: str, lr: float, steps: int, schedule: Callable[..., Any], *of: Any) -> Curve:
@@ -255,14 +254,12 @@ def as_csv(curves: Sequence[Curve]) -> str:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    figure = new_figure(6.4, 3.6)
-    panel = figure.subplots()
+    panel = new_panel(6.4, 3.6)
     for n, curve in enumerate(curves):
         panel.plot(curve.rates, label=curve.name or None, lw=1.6, ls=STYLES[n % len(STYLES)])
     panel.set_xlabel("step")
     panel.set_ylabel("learning rate")
     panel.set_ylim(bottom=0)
-    panel.spines[["top", "right"]].set_visible(False)
     if any(curve.name for curve in curves):
         panel.legend(frameon=False, fontsize=8)
-    save_picture(figure, path)
+    save_picture(panel, path)

@@ -66,10 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def number(text: str) -> int:
     """Parses an argument that is a whole number of 1 or more. 8e9 and 1_000 are allowed."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = float(text)
     if not (1 <= value < 2**62) or value != int(value):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(value)
@@ -77,10 +74,7 @@ def number(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parses an argument that is a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
@@ -174,19 +168,21 @@ class Progress:
             self._bar.close()
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Returns a matplotlib Figure of this size in inches.
+def new_panel(width: float, height: float) -> Any:
+    """Returns matplotlib's axes that fill a figure of this size in inches.
 
     Raises:
         CommandError: matplotlib is not installed. The message names the extra.
     """
     try:
-        made = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
     except ImportError as error:
         raise CommandError(
             f"a picture needs matplotlib ({error}): pip install 'torchopt_ext[cli]'"
         ) from error
-    return made
+    panel = figure.subplots()
+    panel.spines[["top", "right"]].set_visible(False)
+    return panel
 
 
 def check_picture(path: Path) -> None:
@@ -195,17 +191,17 @@ def check_picture(path: Path) -> None:
     Raises:
         CommandError: matplotlib is not installed or lacks the format, or ``path`` is not writable.
     """
-    formats = new_figure(1, 1).canvas.get_supported_filetypes()
+    formats = new_panel(1, 1).figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise CommandError(f"{path} does not end in a format of pictures, such as .png or .svg")
     check_output(path)
 
 
-def save_picture(figure: Any, path: Path) -> None:
+def save_picture(panel: Any, path: Path) -> None:
     check_picture(path)
-    figure.tight_layout()
+    panel.figure.tight_layout()
     with written(path) as file:
-        figure.savefig(file, dpi=150)
+        panel.figure.savefig(file, dpi=150)
 
 
 def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> None:

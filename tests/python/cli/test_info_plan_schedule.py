@@ -352,7 +352,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         ([no_index], "weight_map"),
         ([odd_index], "weight_map"),
         (["--model", "no_python:f"], "cannot be imported: SyntaxError"),
-        (["--params", "many"], "'many' is not a number"),
+        (["--params", "many"], "invalid number value: 'many'"),
         (["--params", "1.5"], "1.5 is not a whole number"),
         (["--params", "3", "--dtype", "int8"], "'int8'"),
         (["--shapes", "2000"], "'2000' names no shapes"),
@@ -439,10 +439,13 @@ def test_schedule_rejects(fails: Run, tmp_path: Path) -> None:
         (["--steps", "1e15"], "expected 10,000,000 at most"),
         (["--steps", "10", "--decay", "steep"], "'steep'"),
         (["--steps", "10", "--min-factor", "2"], "min_lr_factor is 2"),
-        (["--steps", "10", "--warmup", "ten"], "--warmup is 'ten'"),
-        (["--steps", "10", "--warmup", "3.7"], "--warmup is '3.7'"),
-        (["--steps", "10", "--warmup", "1e30", "--generation", "1"], "--warmup is '1e30'"),
-        (["--steps", "10", "--generation", "3"], "--generation is '3'"),
+        (["--steps", "10", "--warmup", "ten"], "invalid whole value: 'ten'"),
+        (["--steps", "10", "--warmup", "3.7"], "invalid whole value: '3.7'"),
+        (
+            ["--steps", "10", "--warmup", "1e30", "--generation", "1"],
+            "invalid whole value: '1e30'",
+        ),
+        (["--steps", "10", "--generation", "3"], "--generation: invalid generation value: '3'"),
         (["--config", tmp_path / "gone.toml"], "gone.toml"),
     ):
         assert problem in fails("schedule", *args)
