@@ -357,33 +357,45 @@ class CheckpointManager:
         self._finish_pending(raises=True)
         self._done, self._delayed = None, False
         self._resumed_step = None if step == -1 else step
-        if step != -1:
-            checkpoint = self.folder / f"step-{step}"
-            self._load_checked(checkpoint, step, model_only=step == 0, begin=begin)
-            return True
-        refused = []
-        found = files.by_preference(self.folder)
-        for candidate in self._everyones(found, "choosing a checkpoint")[0]:
-            checkpoint = self.folder / f"step-{candidate}"
-            problem = self._problem(checkpoint, candidate)
-            if not problem:
-                self._load(checkpoint, candidate, model_only=candidate == 0, begin=begin)
-                return True
-            self._refused.add(candidate)
-            refused.append(f"step {candidate}: {problem}")
-            if self._rank == 0:
-                logger.warning("Skipped %s: %s", checkpoint, problem)
-        if refused:
-            raise ConfigError(
-                f"no checkpoint in {self.folder} can be loaded, and training from the beginning "
-                f"would replace them, so it needs another folder; {'; '.join(refused)}"
-            )
-        if not self._config.initial_load_path:
+        chosen = self._choose(step)
+        if chosen is None:
             return False
-        checkpoint = Path(self._config.initial_load_path)
-        model_only = self._config.initial_load_model_only
-        self._load_checked(checkpoint, None, model_only=model_only, begin=begin)
+        checkpoint, model_only = chosen
+        self._load(checkpoint, model_only)
+        if self._rank == 0:
+            size = sum(path.stat().st_size for path in checkpoint.iterdir())
+            self._log("Loaded", str(checkpoint), "model" if model_only else "full", size, begin)
         return True
+
+    def _choose(self, step: int) -> tuple[Path, bool] | None:
+        """Returns the checkpoint that `load` loads, and whether only its model is loaded."""
+        if step != -1:
+            checkpoint, model_only = self.folder / f"step-{step}", step == 0
+        else:
+            refused = []
+            found = files.by_preference(self.folder)
+            for candidate in self._everyones(found, "choosing a checkpoint")[0]:
+                checkpoint = self.folder / f"step-{candidate}"
+                problem = self._problem(checkpoint, candidate, candidate == 0)
+                if not problem:
+                    return checkpoint, candidate == 0
+                self._refused.add(candidate)
+                refused.append(f"step {candidate}: {problem}")
+                if self._rank == 0:
+                    logger.warning("Skipped %s: %s", checkpoint, problem)
+            if refused:
+                raise ConfigError(
+                    f"no checkpoint in {self.folder} can be loaded, and training from the "
+                    "beginning would replace them, so it needs another folder; "
+                    f"{'; '.join(refused)}"
+                )
+            if not self._config.initial_load_path:
+                return None
+            checkpoint = Path(self._config.initial_load_path)
+            model_only = self._config.initial_load_model_only
+        if problem := self._problem(checkpoint, None if step == -1 else step, model_only):
+            raise ConfigError(f"{checkpoint} cannot be loaded: {problem}")
+        return checkpoint, model_only
 
     def newest(self, until: int | None = None) -> int | None:
         """Returns the last step, up to `until`, whose checkpoint was not found damaged, or None."""
@@ -392,20 +404,12 @@ class CheckpointManager:
         usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
         return next((step for step in usable if until is None or step <= until), None)
 
-    def _load_checked(
-        self, checkpoint: Path, step: int | None, *, model_only: bool, begin: float
-    ) -> None:
-        if problem := self._problem(checkpoint, step, model_only=model_only):
-            raise ConfigError(f"{checkpoint} cannot be loaded: {problem}")
-        step = files.step_of(checkpoint) if step is None else step
-        self._load(checkpoint, step, model_only=model_only, begin=begin)
-
-    def _problem(self, checkpoint: Path, step: int | None, *, model_only: bool = False) -> str:
+    def _problem(self, checkpoint: Path, step: int | None, model_only: bool) -> str:
         """Describes what is wrong, with the same text on all ranks. Each rank checks some files."""
         try:
             wrong = files.problems(checkpoint, step, self._rank, self._ranks)
-            if step and not model_only and files.contents_of(checkpoint) == "model":
-                wrong.append("it has the model only: initial_load_path can start with it")
+            if not model_only and files.contents_of(checkpoint) == "model":
+                wrong.append("it has the model only, with which initial_load_model_only can start")
         except (ValueError, OSError) as error:
             wrong = [str(error)]
         try:
@@ -414,7 +418,7 @@ class CheckpointManager:
             return str(error)
         return ""
 
-    def _load(self, checkpoint: Path, step: int, *, model_only: bool, begin: float) -> None:
+    def _load(self, checkpoint: Path, model_only: bool) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
         reader = dcp.Reader(checkpoint)
         with as_config_error(), fail_together(self._group):
@@ -446,17 +450,13 @@ class CheckpointManager:
                 if key in own:
                     own[key].load_state_dict(wanted[key])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
-                states_of.reseed(step)
+                states_of.reseed(files.step_of(checkpoint))
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
         optimizers = self._states[OPTIMIZER]
         if model and OPTIMIZER not in rest and hasattr(optimizers, "refresh_masters"):
             optimizers.refresh_masters()  # those that exist are of the weights before
-        if self._rank == 0:
-            size = sum(path.stat().st_size for path in checkpoint.iterdir())
-            contents = "model" if model_only else "full"
-            self._log("Loaded", str(checkpoint), contents, size, begin)
 
     def _warn_of_others(self, checkpoint: Path, metadata: Metadata, model: dict[str, Any]) -> None:
         """Warns of a checkpoint's entries that no rank's model has. All ranks call it."""

@@ -172,7 +172,12 @@ def test_the_last_save_may_have_the_model_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the model only"):
         resumed.manager.load(3)
 
-    other = Job(tmp_path / "other", seed=1, initial_load_path=str(folder_of(job, 3)))
+    path = str(folder_of(job, 3))
+    with pytest.raises(ConfigError, match="the model only"):
+        Job(
+            tmp_path / "other", initial_load_path=path, initial_load_model_only=False
+        ).manager.load()
+    other = Job(tmp_path / "other", seed=1, initial_load_path=path)
     assert other.manager.load()
     assert other.step == 0
     found = {k: v.bfloat16() if v.is_floating_point() else v for k, v in other.contents().items()
