@@ -199,10 +199,11 @@ class MasterOptimizer(Controlled):
             except BaseException:  # some gradients have been unscaled, or are gone
                 _C.clear_gradients(table.params)
                 raise
-            for device, wide in stepped.items():
-                params = [table.local_params[i] for i in wide]
-                masters = [table.local_masters[i] for i in wide]
-                _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
+            finally:  # also if a hook has raised after the update
+                for device, wide in stepped.items():
+                    params = [table.local_params[i] for i in wide]
+                    masters = [table.local_masters[i] for i in wide]
+                    _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
             return skip
         except Exception:
             reject([self], ALONE, agreement)

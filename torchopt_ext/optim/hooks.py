@@ -38,6 +38,10 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
             if args or kwargs or _C.observed() or _torch.has_step_hooks(self):
                 return by_torch(self, *args, **kwargs)
             return step(self)
+        except BaseException:
+            if "found_inf" in vars(self):  # torch.amp.GradScaler would multiply with a left scale
+                vars(self).pop("grad_scale", None)
+            raise
         finally:
             del self._context  # copies must not include it
 

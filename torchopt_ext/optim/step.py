@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -85,14 +86,17 @@ def _begin_use(optimizers: Sequence[PlannedStep]) -> None:
 
     A step lets other threads run Python while it waits, for its kernels or for a collective.
     """
+    if len(set(map(id, optimizers))) < len(optimizers):
+        seen = [any(o is other for other in optimizers[:i]) for i, o in enumerate(optimizers)]
+        raise ValueError(
+            f"optimizer {seen.index(True)} is listed twice; it can make one step at a time"
+        )
+    user = get_ident()
     for i, optimizer in enumerate(optimizers):
-        user = object()
-        # In effect a lock: setdefault() is atomic, and copies do not include the attribute.
-        if vars(optimizer).setdefault("_user", user) is not user:
-            twice = any(optimizer is other for other in optimizers[:i])
+        # In effect a lock: setdefault() is atomic, and copies do not include the attribute. If
+        # KeyboardInterrupt left it, its thread may go on.
+        if vars(optimizer).setdefault("_user", user) != user:
             _end_use(optimizers[:i])
-            if twice:
-                raise ValueError(f"optimizer {i} is listed twice; it can make one step at a time")
             raise RuntimeError("another thread is stepping this optimizer; let its step end first")
 
 

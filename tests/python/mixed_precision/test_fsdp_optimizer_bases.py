@@ -352,3 +352,17 @@ def test_two_of_them_know_nothing_of_each_other(kind: str) -> None:
     with pytest.raises(RuntimeError, match="backward"):
         pairs[1][1].step()
     assert pairs[0][1].step()
+
+
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("place", ["pre", "post"])
+def test_a_hook_of_the_base_that_raises(base: Any, place: str) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = FSDPadaptOptimizer(base([param], lr=0.1))
+    getattr(optimizer.optim, f"register_step_{place}_hook")(lambda *_: 1 / 0)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    ((weight,),) = optimizer.state_dict()["flat_fp32_weights"].values()
+    assert torch.equal(param, weight.bfloat16())
+    assert (param[0] == 1.0) == (place == "pre")

@@ -316,6 +316,20 @@ def test_an_optimizer_without_gradients_does_nothing(scaler_class: Any) -> None:
     assert not both[1].state
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_a_step_that_raises_leaves_no_scale(scaler_class: Any) -> None:
+    """torch's scaler would multiply the next step's scale with a scale that it finds."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = FusedAdamW([param]), scaler_class("cpu", init_scale=4.0)
+    scaler.scale(param.sum()).backward()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.step(optimizer)
+    assert torch.equal(optimizer.state[param]["exp_avg"], torch.full((4,), 0.1))
+
+
 def test_disabled_scaler() -> None:
     params, plain = make_params(), make_params()
     optimizer, reference = FusedAdamW(params), FusedAdamW(plain)

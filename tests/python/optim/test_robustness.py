@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -132,6 +133,21 @@ def test_control_may_be_read_in_inference_mode_first() -> None:
     param.grad = torch.ones(5)
     optimizer.step()
     assert optimizer.control.steps == 1
+
+
+@pytest.mark.parametrize("name", ["allows_mutation", "_end_use"])
+def test_an_interrupted_step_may_be_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Linear(4, 3)
+    optimizer = stepped(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["torchopt_ext.optim.step"], name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    assert optimizer.control.steps == (2 if name == "allows_mutation" else 3)
 
 
 def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
