@@ -117,6 +117,7 @@ def test_what_is_no_optimizer(wrong: Any) -> None:
         ({"grad_scal_cfg": {"dtype": FP16, "growth_factor": 1.0}}, "growth_factor is 1.0"),
         ({"grad_scal_cfg": 3}, "grad_scal_cfg is 3, expected a mapping"),
         ({"clip_grad_norm": "1.0"}, "max_norm is '1.0', expected a number"),
+        ({"clip_grad_norm": math.nan}, "Invalid max_norm: nan"),
     ],
     ids=str,
 )
@@ -124,7 +125,7 @@ def test_arguments(kind: str, given: dict[str, Any], problem: str) -> None:
     """An unknown name or a wrong type raises, and the base stays usable."""
     params = parameters(BF16, SHORT)
     base = BASES[kind][0](params)
-    with pytest.raises((TypeError, AssertionError), match=problem):
+    with pytest.raises((AssertionError, *ERRORS), match=problem):
         FSDPadaptOptimizer(base, **given)
     assert [id(p) for p in base.param_groups[0]["params"]] == [id(p) for p in params]
     assert_same_bits(params, parameters(BF16, SHORT))
@@ -265,17 +266,22 @@ def test_groups_that_cannot_be_added(kind: str, wrong: str) -> None:
     assert_goes_on(params, ours, kind)
 
 
-@pytest.mark.parametrize("how", ["replaced", "removed"])
+@pytest.mark.parametrize("how", ["replaced", "removed", "added"])
 def test_groups_changed_from_outside(how: str) -> None:
     params, ours = named("SGD", grad_scal_cfg=DYNAMIC)
     backward(ours, params, coefficients(params, 2))
     before = everything(ours, params)
     held = ours.param_groups[0]["params"]
     kept = list(held)
-    held[1:2] = [nn.Parameter(torch.ones(3))] if how == "replaced" else []
+    extra = nn.Parameter(torch.ones(3))
+    if how == "added":
+        ours.optim.add_param_group({"params": [("extra", extra)]})
+    else:
+        held[1:2] = [extra] if how == "replaced" else []
     with pytest.raises(RuntimeError, match="base's groups"):
         ours.step()
     held[:] = kept
+    del ours.param_groups[1:]
     assert everything(ours, params) == before
     assert_goes_on(params, ours, "SGD")
 

@@ -95,24 +95,17 @@ def test_hysteresis(model: Any, interval: int, min_scale: float, hysteresis: int
     oracle = model(2.0**10, interval, hysteresis, min_scale)
     params = make_params(((3,),))
     optimizer = FusedAdamW(params)
-    scaler = scaler_of(
-        GradScaler,
-        growth_interval=interval,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=model in (Apex, DeepSpeedConsecutive),
-        min_scale=min_scale,
-    )
+    settings: dict[str, Any] = {
+        "growth_interval": interval,
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": model in (Apex, DeepSpeedConsecutive),
+        "min_scale": min_scale,
+    }
+    scaler = scaler_of(GradScaler, **settings)
     trace = [float.fromhex(scale) for scale, _ in drive(scaler, optimizer, params, pattern)]
     assert trace == [oracle.update(overflow) for overflow in pattern]
     assert len(set(trace)) > 2
-    dynamic = DynamicGradScaler(
-        2.0**10,
-        growth_interval=interval,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=model in (Apex, DeepSpeedConsecutive),
-        min_scale=min_scale,
-        max_scale=None,
-    )
+    dynamic = DynamicGradScaler(2.0**10, max_scale=None, **settings)
     for overflow, scale in zip(pattern, trace, strict=True):
         dynamic.update(overflow)
         assert float(dynamic.scale) == scale

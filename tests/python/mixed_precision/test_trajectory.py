@@ -11,26 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.subject import assert_same_bits
-from .plain_reference import PlainFSDPOptimizer
 from .training import (
     BASES,
     BF16,
     FP16,
     FP32,
     FP64,
-    SHAPES,
     SHORT,
     Coefficients,
     backward,
     coefficients,
     gradients,
-    loss_of,
     ours_of,
     overflows,
     parameters,
     plant,
     reference_of,
-    train,
     weights_of,
 )
 
@@ -200,25 +196,6 @@ def test_gradients_accumulate(kind: str, dtype: torch.dtype) -> None:
 
 
 @every_base
-def test_scale_at_its_limits(kind: str) -> None:
-    """Steps agree for float16 at the smallest and the largest configured scale."""
-    scaler = DYNAMIC | {
-        "initial_scale": 32.0,
-        "min_scale": 16.0,
-        "max_scale": 64.0,
-        "growth_interval": 2,
-        "hysteresis": 1,
-    }
-    twins = Twins(kind, lambda: parameters(FP16, SHORT), scaler)
-    pattern = [False] * 6 + [True] * 5 + [False] * 8
-    scales = []
-    for overflow in pattern:
-        twins.run([overflow])
-        scales.append(float(twins.ours.loss_scale))
-    assert min(scales) == 16.0 and max(scales) == 64.0
-
-
-@every_base
 def test_schedule_and_threshold_change_on_the_way(kind: str) -> None:
     """A step uses the current learning rates and threshold."""
     scaler = DYNAMIC | {"initial_scale": 8.0}
@@ -250,52 +227,3 @@ def test_a_state_dict_of_the_other_continues(kind: str) -> None:
     for step in range(10, 20):
         crossed.backward(coefficients(crossed.params, step))
         assert crossed.step()
-
-
-# ---- the reference itself ------------------------------------------------------------------------
-
-
-@every_base
-def test_reference_in_float32_is_the_base_with_torchs_clipping(kind: str) -> None:
-    """Without scaling and overflow the reference is clip_grad_norm_ and the base's step."""
-    params, others = parameters(FP32, SHORT), parameters(FP32, SHORT)
-    plain = reference_of(kind, params, clip=2.0)
-    base = BASES[kind][1](others)
-    for step in range(10):
-        given = coefficients(params, step)
-        backward(plain, params, given)
-        assert plain.step()
-        base.zero_grad()
-        loss_of(others, given).backward()
-        torch.nn.utils.clip_grad_norm_(others, 2.0)
-        base.step()
-    for p, q in zip(params, others, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**7])
-def test_reference_does_not_depend_on_the_scale(scale: float) -> None:
-    params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
-    scaled = reference_of("SGD", params, {"initial_scale": scale}, clip=1.0)
-    plain = reference_of("SGD", others)
-    for optimizer, mine in ((scaled, params), (plain, others)):
-        train(optimizer, mine, range(10))
-    assert isinstance(plain, PlainFSDPOptimizer)
-    for (p, w), (q, v) in zip(scaled.pairs(), plain.pairs(), strict=True):
-        torch.testing.assert_close(w, v, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(p, q, rtol=2e-2, atol=1e-2)
-
-
-def test_reference_skips_whole_steps() -> None:
-    params = parameters(FP16, SHAPES)
-    plain = reference_of("AdamW-fused", params, DYNAMIC | {"initial_scale": 64.0})
-    train(plain, params, range(2))
-    before = [p.detach().clone() for pair in plain.pairs() for p in pair]
-    for step in range(2, 6):
-        given = coefficients(params, step)
-        plant(given, step)
-        backward(plain, params, given)
-        assert not plain.step()
-    assert_same_bits(before, [p for pair in plain.pairs() for p in pair])
-    assert plain.skipped_steps == 4
-    assert plain.grad_scaler.scale == 8.0  # hysteresis forgives the first of four overflows
