@@ -74,15 +74,6 @@ def test_betas_and_weight_decay_can_be_configured(build, parts):
 
 
 @GENERATIONS
-def test_one_part_steps(build, model, set_grads):
-    container = build([model])
-    before = model.layers["0"][0].weight.clone()
-    set_grads([model], 0)
-    container.step()
-    assert not torch.equal(before, model.layers["0"][0].weight)
-
-
-@GENERATIONS
 @pytest.mark.parametrize("max_grad_norm", [None, 0.0, 0.25])
 @pytest.mark.parametrize("skip_nonfinite", [None, False, True])
 def test_clipping_and_skipping_can_be_configured(
@@ -156,29 +147,6 @@ def test_in_backward(build, parts, implementation):
     assert len(container) == 12
 
 
-# Errors, of torchtitan's types
-
-
-@GENERATIONS
-def test_unknown_name(build, parts):
-    with pytest.raises(NotImplementedError, match="Optimizer Lion is not available"):
-        build(parts, name="Lion")
-
-
-@GENERATIONS
-@pytest.mark.parametrize("implementation", ["fast", "Fused", None])
-def test_unknown_implementation(build, parts, implementation):
-    with pytest.raises(AssertionError, match=f"implementation is {implementation!r}, expected"):
-        build(parts, implementation=implementation)
-
-
-@GENERATIONS
-def test_in_backward_with_pipeline_parallelism(build, parts):
-    with pytest.raises(NotImplementedError, match=r"in backward .* pipeline"):
-        build(parts, early_step_in_backward=True, pp=2)
-    build(parts, pp=2)
-
-
 @GENERATIONS
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_nothing_to_train(build, parts, in_backward):
@@ -197,18 +165,6 @@ def test_compat(build, parts, in_backward):
     assert steps and all(step == 1 for step in steps)
     with pytest.raises(ValueError, match="Invalid compat: 'old'"):
         build(parts, early_step_in_backward=in_backward, compat="old")
-
-
-def test_in_backward_with_expert_parallelism(parts):
-    with pytest.raises(NotImplementedError, match=r"in backward .* expert"):
-        second_generation(parts, early_step_in_backward=True, ep=2)
-    second_generation(parts, ep=2)
-
-
-@GENERATIONS
-def test_in_backward_with_fault_tolerance(build, parts):
-    with pytest.raises(ValueError, match=r"Fault tolerance .* in backward"):
-        build(parts, early_step_in_backward=True, ft=True)
 
 
 @GENERATIONS
@@ -233,6 +189,31 @@ def test_deferred_clipping(build, parts, set_grads):
 def test_torchs_other_arguments(build, parts, implementation):
     container = build(parts, implementation=implementation, amsgrad=True, maximize=True)
     assert all(group["amsgrad"] and group["maximize"] for group in container.param_groups)
+
+
+IN_BACKWARD = {"early_step_in_backward": True}
+
+
+@GENERATIONS
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ({"name": "Lion"}, NotImplementedError, "Optimizer Lion is not available"),
+        ({"implementation": "Fused"}, AssertionError, "implementation is 'Fused', expected"),
+        ({"implementation": None}, AssertionError, "implementation is None, expected"),
+        ({"pp": 2, **IN_BACKWARD}, NotImplementedError, "in backward .* pipeline"),
+        ({"ft": True, **IN_BACKWARD}, ValueError, "Fault tolerance .* in backward"),
+    ],
+)
+def test_errors_are_of_torchtitans_types(build, parts, wanted, error, message):
+    with pytest.raises(error, match=message):
+        build(parts, **wanted)
+
+
+def test_optimizers_in_backward_exclude_expert_parallelism(parts):
+    with pytest.raises(NotImplementedError, match=r"in backward .* expert"):
+        second_generation(parts, ep=2, **IN_BACKWARD)
+    second_generation(parts, ep=2)
 
 
 @GENERATIONS
@@ -312,7 +293,7 @@ def test_weights_that_lose_updates_are_named(parts, caplog, dtype, setting, warn
 
 
 def test_every_way_to_pass_the_arguments(parts):
-    job_config = SimpleNamespace(optimizer=section(lr=0.5), parallelism=None)
+    job_config = SimpleNamespace(optimizer=section(lr=0.5))
     dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
     disabled = SimpleNamespace(enabled=False)
     for container in (
@@ -332,12 +313,6 @@ def test_every_way_to_pass_the_arguments(parts):
         assert container.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_job_configuration_without_parallelism(parts, early):
-    job_config = SimpleNamespace(optimizer=section(early_step_in_backward=early))
-    assert len(build_optimizers(parts, job_config, None)) >= len(parts)
-
-
 def test_a_wrong_call_is_pythons_own_error(parts):
     with pytest.raises(TypeError, match="parallel_dims"):
         build_optimizers(parts, section())
@@ -347,17 +322,3 @@ def test_a_wrong_call_is_pythons_own_error(parts):
         build_optimizers(
             parts, SimpleNamespace(name="AdamW", lr=1.0, early_step_in_backward=False), None
         )
-
-
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_optim_hook(implementation):
-    """A container's post hook runs after its step, as model converters need."""
-    model = nn.Linear(4, 2)
-    container = first_generation([model], implementation=implementation, name="Adam")
-    ran = []
-    container.register_step_post_hook(lambda optimizer, args, kwargs: ran.append(optimizer))
-    for expected in (1, 2):
-        model(torch.ones(1, 4)).sum().backward()
-        container.step()
-        container.zero_grad()
-        assert ran == [container] * expected

@@ -80,20 +80,6 @@ def test_parameters_from_a_generator_are_clipped(parts, set_grads, titan, deferr
     assert float(torch.cat(moments).norm()) == pytest.approx(0.1 * MAX_NORM, rel=1e-5)
 
 
-def test_equals_torchs_clipping(parts, set_grads, titan):
-    copies = copy.deepcopy(parts)
-    container, plain = deferring(parts), container_of(copies)
-    for seed in range(3):
-        set_grads(parts, seed)
-        set_grads(copies, seed)
-        norm = titan.clip_grad_norm_(parameters(parts), MAX_NORM)
-        assert norm == pytest.approx(float(torchtitans(parameters(copies), MAX_NORM)), rel=1e-6)
-        container.step()
-        plain.step()
-    for ours, theirs in zip(parameters(parts), parameters(copies), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
 def test_a_call_counts_for_one_step(parts, set_grads, titan):
     container = deferring(parts)
     set_grads(parts, 0)

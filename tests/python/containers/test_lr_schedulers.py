@@ -202,12 +202,6 @@ def test_total_steps_replaces_training_steps(optimizers):
 # Defects of torchtitan's schedules
 
 
-@pytest.mark.parametrize(("compat", "highest"), [(None, 1.0), ("torchtitan", 8 / 9)])
-def test_the_full_learning_rate_is_reached_without_compat(optimizers, compat, highest):
-    schedulers = second_generation(optimizers, 10, warmup_steps=2, compat=compat)
-    assert max(factors(schedulers, 11)) == pytest.approx(highest, rel=1e-15)
-
-
 @GENERATIONS
 @pytest.mark.parametrize(("decay_type", "minimum"), [("linear", 0), ("sqrt", 0), ("cosine", 0.25)])
 def test_the_factor_stays_at_the_minimum_past_the_end(optimizers, build, decay_type, minimum):
