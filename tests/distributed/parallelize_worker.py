@@ -27,10 +27,10 @@ from torchopt_ext.trainer.distributed import (  # noqa: E402
     clip_grad_norm_,
     dist_max,
     dist_mean,
-    get_train_context,
     maybe_enable_amp,
     set_determinism,
     set_pg_timeouts,
+    train_context,
 )
 from torchopt_ext.trainer.parallel_dims import ParallelDims  # noqa: E402
 from torchopt_ext.trainer.parallelize import parallelize, set_gradient_sync  # noqa: E402
@@ -134,13 +134,12 @@ def compare(*, accumulate: int = 1, dtype: torch.dtype | None = None, **settings
     inputs, labels = (t.chunk(ranks)[rank] for t in batches(ranks))
     expected_loss, expected = one_process(ranks, dtype)
 
-    context = get_train_context(dims.loss_parallel_enabled, False)
     amp = maybe_enable_amp(dims, config.training.mixed_precision_param, "cpu")
     total = torch.zeros(())
     for index in range(accumulate):
         if accumulate > 1:
             set_gradient_sync(parts, index == accumulate - 1)
-        with context(None):
+        with train_context(dims.loss_parallel_enabled, False):
             if schedule is None:
                 some = slice(index * BATCH // accumulate, (index + 1) * BATCH // accumulate)
                 with amp:

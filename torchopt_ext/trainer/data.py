@@ -220,7 +220,7 @@ class ShuffledBatches(Sampler[list[Key]]):
         self._samples = state_dict["samples"]
 
 
-class ShuffledDataLoader(DataLoader[Any]):
+class ShuffledDataLoader:
     """Loads shuffled batches, and tracks the position after the last batch that was taken.
 
     torchdata's loader would save how many batches this rank has taken from an epoch, which is of
@@ -233,17 +233,14 @@ class ShuffledDataLoader(DataLoader[Any]):
     same_position_on_all_ranks = True
 
     def __init__(self, dataset: Dataset[Any], batches: ShuffledBatches, options: Any) -> None:
-        super().__init__(dataset, batch_sampler=batches, **options)
-        # This loader reads the data, so that `self.dataset` stays the given data set.
-        self._keyed = DataLoader(KeyedSamples(dataset), batch_sampler=batches, **options)
-        self._batches = batches
-        self._moved = False
+        self.dataset, self._batches, self._moved = dataset, batches, False
+        self._loader = DataLoader(KeyedSamples(dataset), batch_sampler=batches, **options)
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch]:
         ended = False
         while not ended:
             self._moved = False
-            for batch in self._keyed:
+            for batch in self._loader:
                 if self._moved:
                     break  # workers read this batch at the old position
                 self._batches.advance()  # workers are ahead of this position

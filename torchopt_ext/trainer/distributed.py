@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import DTensor, parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchopt_ext import _torch
@@ -242,39 +241,35 @@ def clip_grad_norm_(
 
 # ---- contexts ------------------------------------------------------------------------------------
 
-TrainContext = Callable[[AbstractContextManager[None] | None], AbstractContextManager[None]]
 
-
-def get_train_context(enable_loss_parallel: bool, enable_compiled_autograd: bool) -> TrainContext:
-    """Returns a function that makes the context for a forward and backward pass.
+@contextlib.contextmanager
+def train_context(
+    loss_parallel: bool,
+    compiled_autograd: bool,
+    cp_context: AbstractContextManager[None] | None = None,
+) -> Iterator[None]:
+    """The context for a forward and backward pass.
 
     Args:
-        enable_loss_parallel: whether the loss is computed from logits sharded over ranks.
-        enable_compiled_autograd: whether backward passes are compiled.
-
-    Returns:
-        A function from a context of `create_context_parallel_ctx`, or None, to the context.
+        loss_parallel: whether the loss is computed from logits sharded over ranks.
+        compiled_autograd: whether the backward pass is compiled.
+        cp_context: the context of `create_context_parallel_ctx`.
     """
-
-    @contextlib.contextmanager
-    def context(cp_context: AbstractContextManager[None] | None = None) -> Any:
-        with contextlib.ExitStack() as stack:
-            if enable_loss_parallel:
-                stack.enter_context(loss_parallel())
-            if enable_compiled_autograd:
-                stack.enter_context(_torch.compiled_autograd())
-            if cp_context is not None:
-                # The kernels that torch's context parallelism shards: all except MATH.
-                kernels = (
-                    SDPBackend.FLASH_ATTENTION,
-                    SDPBackend.EFFICIENT_ATTENTION,
-                    SDPBackend.CUDNN_ATTENTION,
-                )
-                stack.enter_context(sdpa_kernel(list(kernels)))
-                stack.enter_context(cp_context)
-            yield
-
-    return context
+    with contextlib.ExitStack() as stack:
+        if loss_parallel:
+            stack.enter_context(parallel.loss_parallel())
+        if compiled_autograd:
+            stack.enter_context(_torch.compiled_autograd())
+        if cp_context is not None:
+            # The kernels that torch's context parallelism shards: all except MATH.
+            kernels = (
+                SDPBackend.FLASH_ATTENTION,
+                SDPBackend.EFFICIENT_ATTENTION,
+                SDPBackend.CUDNN_ATTENTION,
+            )
+            stack.enter_context(sdpa_kernel(list(kernels)))
+            stack.enter_context(cp_context)
+        yield
 
 
 def create_context_parallel_ctx(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,17 +17,17 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
 
+@dataclass
 class FTManager:
-    """Holds torchft's Manager, or None without fault tolerance.
+    """torchft's Manager, or None without fault tolerance.
 
-    Args:
-        manager: torchft's Manager; None: no fault tolerance.
+    Attributes:
         group_size, replica_id: number of replica groups that share the data, and this one's index.
     """
 
-    def __init__(self, manager: Any, group_size: int = 1, replica_id: int = 0) -> None:
-        self.manager = manager
-        self.group_size, self.replica_id = group_size, replica_id
+    manager: Any
+    group_size: int = 1
+    replica_id: int = 0
 
     @property
     def enabled(self) -> bool:

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchopt_ext.containers import (
-    OptimizersInBackwardContainer,
-)
+from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
@@ -223,8 +221,9 @@ class Trainer(Stateful):
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
         self._clip_time = OptimizerTime(self.device)  # if it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
-        self.train_context = distributed.get_train_context(
-            dims.loss_parallel_enabled, job_config.parallelism.enable_compiled_autograd
+        compiled = job_config.parallelism.enable_compiled_autograd
+        self.train_context = partial(
+            distributed.train_context, dims.loss_parallel_enabled, compiled
         )
         self.maybe_enable_amp = distributed.maybe_enable_amp(
             dims, job_config.training.mixed_precision_param, self.device.type
@@ -272,7 +271,8 @@ class Trainer(Stateful):
             with self._clip_time:
                 grad_norm = self._clip_grad_norm()
         self.checkpointer.maybe_wait_for_staging()
-        usable = grad_norm is None or self._is_usable(grad_norm)
+        skips = self.job_config.optimizer.skip_nonfinite  # which torch's optimizers do not do
+        usable = grad_norm is None or not skips or bool(grad_norm.isfinite())
         if usable:
             with self._optimizer_time:
                 self.optimizers.step()
@@ -343,10 +343,6 @@ class Trainer(Stateful):
             self.job_config.training.max_norm,
             self.parallel_dims.get_mesh("pp") if self.parallel_dims.pp_enabled else None,
         )
-
-    def _is_usable(self, grad_norm: Tensor) -> bool:
-        """Returns whether torch's optimizer, which does not check the norm itself, may step."""
-        return not self.job_config.optimizer.skip_nonfinite or bool(grad_norm.isfinite())
 
     def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
         """Reduces the loss over the ranks that read different tokens. Waits for the device."""

@@ -79,7 +79,7 @@ class Validator:
         limit = self._config.steps if self._config.steps > 0 else None
         for input_dict, labels in islice(self._build(job_config=self._job_config), limit):
             inputs, labels = input_dict["input"].to(trainer.device), labels.to(trainer.device)
-            with trainer.train_context(None), trainer.maybe_enable_amp:
+            with trainer.train_context(), trainer.maybe_enable_amp:
                 losses.append(self._loss(inputs, labels))
         for part in trainer.model_parts:
             part.train()
