@@ -199,17 +199,6 @@ def other_group(how: str) -> None:
     assert_same(snapshot(zero), before)
 
 
-def named_few() -> None:
-    """Trains named parameters in groups of which some rank owns no parameter."""
-    params, plain_params = parameters(), parameters()
-    zero = zero_over(named_groups(params), "AdamW")
-    plain = plain_over(named_groups(plain_params), "AdamW")
-    train(zero, params, range(2))
-    train(plain, plain_params, range(2))
-    assert_same(params, plain_params)
-    assert_same(state_dict_of(zero, *place()), clones(plain.state_dict()))
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 ODDITIES = {  # and what the message names
@@ -235,7 +224,7 @@ def cases_of_two() -> Cases:
 
 
 def cases_of_four() -> Cases:
-    found: Cases = {"plan": torch_plan, "params_per_rank": chosen_owners, "named": named_few}
+    found: Cases = {"plan": torch_plan, "params_per_rank": chosen_owners}
     for name, options in PARTITIONS.items():
         if name != "balanced":
             found[f"frozen {name}"] = partial(frozen, **options)

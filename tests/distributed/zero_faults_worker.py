@@ -1,5 +1,7 @@
-"""Cases of test_zero_faults.py. Comparisons are bitwise, with an unsharded optimizer that had the
-same gradients."""
+"""ZeroRedundancyOptimizer: faults of torch's class, and parity with an unsharded optimizer.
+
+Comparisons are bitwise, with an unsharded optimizer that had the same gradients.
+"""
 
 from __future__ import annotations
 
@@ -322,18 +324,17 @@ def object_in_state() -> None:
 
 
 def other_world_size(folder: Path, **options: Any) -> None:
-    """Trains on four ranks, then two, then four again, through files."""
+    """Trains on four ranks, of which some own nothing of a group, then two, then four again."""
     rank, size = place()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
     file = folder / f"saved{len(options)}.pt"
     params, plain_params = parameters(), parameters()
-    plain = plain_over(named_groups(plain_params, named=False), "FusedAdamW")
+    plain = plain_over(named_groups(plain_params), "FusedAdamW")
     train(plain, plain_params, range(6))
     zero: Any = None
     for number, group in enumerate((None, pair, None)):
-        groups = named_groups(params, named=False)
-        zero = zero_over(groups, "FusedAdamW", process_group=group, **options)
+        zero = zero_over(named_groups(params), "FusedAdamW", process_group=group, **options)
         if number:
             zero.load_state_dict(torch.load(file, weights_only=True))
             dist.barrier()

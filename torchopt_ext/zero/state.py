@@ -159,7 +159,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                 entry[name] = value.of_part(own) if isinstance(value, StateShard) else own.of(value)
             slots.append(replace(slot, param=part.tensor, entry=entry))
     groups = [
-        {key: value for key, value in group.items() if key != "param_names"}
+        {key: value for key, value in group.items() if key != "param_names" or key in own}
         | {key: own[key] for key in ("params", "param_names") if key in own}
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
