@@ -116,8 +116,9 @@ test-python: $(VENV)/.installed
 # Tests the import, containers' checkpoints, and two ranks of FSDP2 and of ZeRO.
 smoke: $(VENV)/.installed ## Run a few tests of everything, such as with TORCH=2.12.0
 	$(PYTEST) -m "$(TIER)" tests/python/test_packaging.py tests/python/containers/test_checkpoint.py \
-		tests/distributed/test_containers_dcp.py tests/distributed/test_step_engine.py \
-		tests/distributed/test_zero_misuse.py
+		'tests/distributed/test_workers.py::test_all_cases_pass[containers_dcp]' \
+		'tests/distributed/test_workers.py::test_all_cases_pass[step_engine]' \
+		'tests/distributed/test_workers.py::test_all_cases_pass[zero_misuse]'
 
 test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer and UBSan
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \

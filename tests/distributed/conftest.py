@@ -73,8 +73,3 @@ def run_ranks(
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return run
-
-
-@pytest.fixture(scope="session")
-def run_two_ranks(run_ranks: Callable[[str, int], Results]) -> Callable[[str], Results]:
-    return lambda worker: run_ranks(worker, 2)

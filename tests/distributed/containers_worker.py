@@ -1,4 +1,4 @@
-"""Cases of test_containers_steps.py: steps in backward, and deferred clipping, on two ranks."""
+"""Cases of test_workers.py: steps in backward, and deferred clipping, on two ranks."""
 
 from __future__ import annotations
 

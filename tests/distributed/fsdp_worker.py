@@ -1,4 +1,4 @@
-"""Cases of test_fsdp.py: training with and without low-precision copies of shards."""
+"""Cases of test_workers.py: training with and without low-precision copies of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of test_mixed_precision.py that save checkpoints, load them and reject bad loads."""
+"""Cases of mixed_precision_worker.py that save checkpoints, load them and reject bad loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with given gradients, and comparisons, for the ranks of test_mixed_precision.py.
+"""Jobs with given gradients, and comparisons, for the cases of mixed_precision_worker.py.
 
 Gradients are equal at every world size, so sharded and unsharded steps can be compared bitwise.
 """

@@ -1,4 +1,4 @@
-"""Cases of test_mixed_precision.py: equal bits, one decision, checkpoints that move."""
+"""FSDPadaptOptimizer on several ranks: equal bits, one decision, checkpoints that move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of test_norm_in_backward.py: a norm measured in backward has the bits of the step's own."""
+"""Cases of test_workers.py: a norm measured in backward has the bits of the step's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of test_step_engine.py: one decision of all ranks, and the bits of one process."""
+"""Cases of test_workers.py: one decision of all ranks, and the bits of one process."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ took the same steps without distribution (resharding_worker.py).
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -53,9 +54,9 @@ def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
         yield saved, loading(saved, to, kind, WAYS[(i + j + k) % 3])
 
 
-def conversions(source: int, target: int) -> Iterator[tuple[Case, Case]]:
-    """Yields all pairs of a saved kind and a kind that loads it."""
-    for n, (kind, kept) in enumerate(CONVERTED):
+def conversions(source: int, target: int, every: int = 1) -> Iterator[tuple[Case, Case]]:
+    """Yields pairs of a saved kind and a kind that loads it, by default all."""
+    for n, (kind, kept) in enumerate(CONVERTED[::every]):
         layout, to = (names[n % len(names)] for names in (LAYOUTS[source], LAYOUTS[target]))
         saved = saving(source, layout, kind, 3, "sync")
         yield saved, loading(saved, to, kept, WAYS[n % 2])
@@ -109,6 +110,8 @@ def slow(*values: Any) -> Any:
     ("cases", "source", "target"),
     [
         (some, 4, 3),
+        (functools.partial(conversions, every=2), 1, 2),
+        (matrix, 2, 1),
         *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),
         *(slow(matrix, source, 4) for source in (1, 2, 3)),
         *(slow(conversions, *pair) for pair in [(4, 2), (4, 3), (1, 4)]),

@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
 
 
 @pytest.fixture(scope="module")
-def results(run_two_ranks: Callable[[str], Results]) -> Results:
+def results(run_ranks: Callable[[str, int], Results]) -> Results:
     for package in ("accelerate", "transformers", "lightning"):
         pytest.importorskip(package, reason="the frameworks are installed with torch 2.15")
-    return run_two_ranks("frameworks_worker.py")
+    return run_ranks("frameworks_worker.py", 2)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "accelerate_zero", "hugging_face", "lightning"])

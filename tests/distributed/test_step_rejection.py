@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.newest_torch]
 SOON = 20  # seconds; the group waits for 60
 
 
-def test_all_ranks_raise_and_go_on(run_two_ranks: Callable[[str], Results]) -> None:
+def test_all_ranks_raise_and_go_on(run_ranks: Callable[[str, int], Results]) -> None:
     wrong = {}
-    other_rank, rejecting_rank = run_two_ranks("step_rejection_worker.py")
+    other_rank, rejecting_rank = run_ranks("step_rejection_worker.py", 2)
     for name, other in other_rank.items():
         rejecting = rejecting_rank[name]
         both = [other, rejecting]

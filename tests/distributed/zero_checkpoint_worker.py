@@ -1,4 +1,4 @@
-"""Cases of test_zero_checkpoint.py: checkpoints move between world sizes, and what does not fit.
+"""Cases of test_workers.py: checkpoints move between world sizes, and what does not fit.
 
 A world size loads the checkpoint of another, so all runs share a folder of checkpoints.
 """
@@ -457,30 +457,6 @@ def pickled_metadata() -> None:
     assert not list(folder.glob("evil-*"))
 
 
-def subgroup() -> None:
-    """Saves and loads an optimizer of ranks 1 and 2 of three."""
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return
-    params = make_params(torch.float32, 1)
-
-    def build() -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            params, torch.optim.AdamW, process_group=group, partition="balanced", lr=1e-3
-        )
-
-    zero = build()
-    set_gradients(params, 1)
-    zero.step()
-    expected = local_state(zero)
-    path = folder / "subgroup"
-    state = {"optimizer": sharded_state_dict(zero)}
-    dcp.save(state, checkpoint_id=path, process_group=group)
-    again = build()
-    load_sharded(again, dcp.FileSystemReader(path))
-    assert difference(local_state(again), expected) == ""
-
-
 def cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     size = dist.get_world_size()
@@ -489,8 +465,6 @@ def cases() -> dict[str, Callable[[], None]]:
             found[f"start {name}"] = lambda name=name: start(name)
         found[f"chain {name}"] = lambda name=name: chain(name)
     found |= {f"tiny {p}": lambda p=p: tiny(p) for p in ("greedy", "balanced")}
-    if size == 3:
-        found["subgroup"] = subgroup
     if size == 2:
         moment = "exp_avg of parameter 6 has shape (70, 130), "
         reading = "reading the optimizer state: rank "

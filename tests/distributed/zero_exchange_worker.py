@@ -1,4 +1,4 @@
-"""Cases of test_zero_exchange.py: three ranks exchange text, errors and optimizer state."""
+"""Cases of test_workers.py: three ranks exchange text, errors and optimizer state."""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ from torchopt_ext.zero import (
     hook_with_zero_step_interleaved,
 )
 
-BF16 = torch.bfloat16
 STEPS = 7
 LBFGS: dict[str, Any] = {"lr": 0.1, "max_iter": 5}
 
@@ -231,17 +230,6 @@ def replaced_weights(kind: str, **options: Any) -> None:
     assert_same(params, plain_params)
 
 
-def random_rounding(**options: Any) -> None:
-    params, plain_params, nearest = (parameters(dtype=BF16) for _ in range(3))
-    asked = {"stochastic_rounding": True, "rounding_seed": 7, "lr": 1e-3}
-    zero = zero_over(params, "FusedAdamW", **asked, **options)
-    train(zero, params, range(4))
-    train(plain_over(plain_params, "FusedAdamW", **asked), plain_params, range(4))
-    train(plain_over(nearest, "FusedAdamW", lr=1e-3), nearest, range(4))
-    assert_same(params, plain_params)
-    assert difference(params, nearest) != ""
-
-
 def closures() -> None:
     """Steps by LBFGS, which is done after one call of the closure on one rank only."""
     params, plain_params = parameters([(4,), (4,)]), parameters([(4,), (4,)])
@@ -287,7 +275,6 @@ def cases_of_two() -> Cases:
                 case = partial(overlap, kind, interleaved, True, None, schedule, schedule)
                 found[f"overlap {kind}{how}"] = case
     for name, options in PARTITIONS.items():
-        found[f"random rounding {name}"] = partial(random_rounding, **options)
         ours = partial(scaled, GradScaler, "FusedAdamW", **options)
         found[f"our scaler {name}"] = partial(ours, "owner")
         found[f"our scaler {name}, unscaled before"] = partial(ours, "owner", unscale=True)

@@ -1,4 +1,4 @@
-"""Cases of test_zero_groups.py: ranks of a group act at different times, or not at all.
+"""Cases of test_workers.py: ranks of a group act at different times, or not at all.
 
 Every rank asserts that it ends where an optimizer over all ranks' data ends.
 """
@@ -315,7 +315,7 @@ def left_out() -> None:
 
 
 def ended_early() -> None:
-    """All ranks raise in a Join context that rank 0's lack of data ends, and go on after it."""
+    """All ranks raise in a Join context that rank 0's lack of data ends. Then they may clip."""
     model = layers(1)
     zero = adam(model.parameters())
 
@@ -330,6 +330,9 @@ def ended_early() -> None:
 
     with pytest.raises(RuntimeError, match="exhausted"):
         train()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert zero.clip_grad_norm_(1.0).item() == pytest.approx((70 * 70 + 70) ** 0.5)
     step()
 
 

@@ -1,4 +1,4 @@
-"""Cases of test_zero_misuse.py: unusual calls around a sharded optimizer's steps give right results
+"""ZeroRedundancyOptimizer: unusual calls around a sharded optimizer's steps give right results
 or clear errors."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_cases import run_cases
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from torchopt_ext import FusedAdamW
@@ -393,25 +392,6 @@ def by_another_callable() -> None:
         ZeroRedundancyOptimizer(layers().parameters(), wrapped)
 
 
-def after_a_join_that_failed() -> None:
-    model = layers(2)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    zero: Any = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)
-
-    def train() -> None:
-        with Join([ddp, zero], throw_on_early_termination=True):
-            for _ in range(2 + dist.get_rank()):
-                ddp(torch.ones(2, 70)).sum().backward()
-                zero.step()
-                zero.zero_grad()
-
-    with pytest.raises(RuntimeError):
-        train()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    assert zero.clip_grad_norm_(1.0).item() == pytest.approx((2 * (70 * 70 + 70)) ** 0.5)
-
-
 def complex_gradients_are_clipped() -> None:
     both = [[nn.Parameter(torch.ones(5, dtype=torch.complex64)) for _ in range(2)] for _ in "ab"]
     for params in both:
@@ -507,7 +487,6 @@ CASES: dict[str, Callable[[], None]] = {
         masters_from_fp32,
         codes_of_other_layouts,
         by_another_callable,
-        after_a_join_that_failed,
         complex_gradients_are_clipped,
         unequal_arguments,
         trainers_container_loads_its_shards,

@@ -1,5 +1,5 @@
 """Which models can keep low-precision shards, and what happens to the shards.
-tests/distributed/test_fsdp.py trains with two ranks."""
+tests/distributed/fsdp_worker.py trains with two ranks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""All cases of the worker scripts pass on gloo ranks. The scripts say what their cases check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from .rank_results import Results, assert_passed
+
+NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
+OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason="sends to itself, which gloo cannot")
+
+
+def worker(
+    name: str,
+    cases: dict[int, int],
+    *marks: pytest.MarkDecorator,
+    seconds: int = 150,
+    kind: str = "",
+) -> Any:
+    """Returns the parameters of a test.
+
+    Args:
+        cases: the number of cases by world size. Each size may load the size before's checkpoint.
+        kind: an argument of the script.
+    """
+    time = pytest.mark.timeout(seconds)
+    return pytest.param(name, cases, kind, marks=[time, *marks], id=f"{name} {kind}".rstrip())
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "kind"),
+    [
+        worker("containers", {2: 24}),
+        worker("containers_dcp", {2: 5}),
+        worker("estimate", {2: 17}),
+        worker("fsdp", {2: 26}),
+        worker("mixed_precision", {4: 57, 2: 41, 1: 4}, NEWEST, seconds=240),
+        worker("norm_in_backward", {2: 16}),
+        worker("parallelize", {2: 14}, NEWEST, kind="data parallel"),
+        worker("parallelize", {2: 13}, NEWEST, SLOW, kind="two ranks"),
+        worker("parallelize", {2: 1}, NEWEST, SLOW, OLD, kind="v-shaped"),
+        worker("parallelize", {4: 9}, NEWEST, SLOW, kind="four ranks"),
+        worker("quantized", {2: 18, 3: 47}, NEWEST, seconds=250),
+        worker("step_engine", {2: 41, 4: 2}),
+        worker("zero_checkpoint", {1: 14, 4: 8, 3: 8, 2: 29}, NEWEST, seconds=240),
+        worker("zero_exchange", {3: 34}, NEWEST),
+        worker("zero_faults", {2: 153, 4: 21}, NEWEST),
+        worker("zero_groups", {4: 23}),
+        worker("zero_misuse", {2: 20}),
+    ],
+)
+def test_all_cases_pass(
+    run_ranks: Callable[..., Results], name: str, cases: dict[int, int], kind: str
+) -> None:
+    for ranks, number in cases.items():
+        assert_passed(run_ranks(f"{name}_worker.py", ranks, *[kind] * bool(kind)), number)
