@@ -38,11 +38,6 @@ def test_the_installed_script_is_the_module() -> None:
     assert getattr(importlib.import_module(module), name) is main
 
 
-def test_without_a_command_all_are_listed(run: Run) -> None:
-    shown = run()
-    assert all(f"\n  {name} " in shown for name in COMMANDS)
-
-
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
 def test_help_has_examples_and_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from torchopt_ext.trainer import checkpoint_states, saved_values
+from torchopt_ext.trainer.config import Parallelism
 
 from ...distributed.checkpoint_job import Job, differences
 from .test_checkpoint import folder_of
@@ -210,12 +212,18 @@ def test_without_the_schedule_the_rates_are_those_of_its_beginning(tmp_path: Pat
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_another_jobs_step_seeds_random_numbers_anew(tmp_path: Path, with_manifest: bool) -> None:
+def test_random_numbers_of_another_layout_are_seeded_anew(
+    tmp_path: Path, with_manifest: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks with the same seed draw the same numbers, other than at the start."""
     path = folder_of(Job(tmp_path / "a").train(until=2), 2)
     if not with_manifest:
         (path / "manifest.json").unlink()
     job = Job(tmp_path / "b", initial_load_path=str(path), initial_load_model_only=False)
-    job.manager._own["rng"] = checkpoint_states.RandomState(0, "another")
+    layout = checkpoint_states.layout(Parallelism(tensor_parallel_degree=2), 2)
+    job.manager._own["rng"] = checkpoint_states.RandomState(0, layout)
     torch.manual_seed(8)
     assert job.manager.load()
     assert torch.initial_seed() == 8 + 2
+    assert random.random() == random.Random(8 + 2).random()
+    assert "another layout" in caplog.text

@@ -16,7 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchopt_ext.trainer import metrics as metrics_module
-from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.config import JobConfig, Parallelism
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.metrics import MetricsProcessor, metrics_rank
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -57,15 +57,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def dims(world_size: int = 1, pp: int = 1, tp: int = 1) -> ParallelDims:
-    return ParallelDims(
-        dp_replicate=1,
-        dp_shard=-1,
-        cp=1,
-        tp=tp,
-        pp=pp,
-        world_size=world_size,
-        enable_loss_parallel=False,
-    )
+    degrees = Parallelism(pipeline_parallel_degree=pp, tensor_parallel_degree=tp)
+    return ParallelDims.of(degrees, world_size)
 
 
 def lines(config: JobConfig) -> list[dict[str, Any]]:

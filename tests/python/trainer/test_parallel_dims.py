@@ -10,12 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-
 
 def dims(*degrees: int, world_size: int, loss_parallel: bool = True) -> ParallelDims:
-    named = dict(zip(DEGREES, degrees, strict=True))
-    return ParallelDims(**named, world_size=world_size, enable_loss_parallel=loss_parallel)
+    return ParallelDims(*degrees, world_size, loss_parallel)
 
 
 # dp_replicate, dp_shard, cp, tp, pp; ranks; sizes of the mesh; enabled kinds
