@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import difference, gathered, run_cases
+from rank_cases import difference, full_tensor, gathered, run_cases
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,12 +30,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def weights(module: nn.Module) -> list[torch.Tensor]:
-    return [whole(param).detach() for param in module.parameters()]
+    return [full_tensor(param) for param in module.parameters()]
 
 
 def loss_of(module: nn.Module, seed: int) -> torch.Tensor:

@@ -15,9 +15,9 @@ from mixed_precision_common import (
     DYNAMIC,
     Job,
     assert_alike,
-    differing,
     one_mesh,
 )
+from rank_cases import difference
 from torch.distributed.tensor import Replicate
 
 from torchopt_ext.mixed_precision import load_checkpoint, save_checkpoint
@@ -45,7 +45,7 @@ def chain(base: str) -> None:
     assert_alike(base, job.values(), whole.values())
     scalers = [j.optimizer.grad_scaler.state_dict() for j in (job, whole)]
     assert scalers[0] == scalers[1]
-    assert differing(unsharded.values(), job.values()) == ""
+    assert difference(unsharded.values(), job.values()) == ""
     assert not list(folder.glob(f"{base}.*")), "nothing is left behind"
 
 
@@ -60,7 +60,7 @@ def rank_files(base: str) -> None:
     dist.barrier()
     fresh = Job(base, mesh=one_mesh())
     load_checkpoint(fresh.optimizer, path)
-    assert differing(fresh.values(), job.values()) == ""
+    assert difference(fresh.values(), job.values()) == ""
     dist.barrier()
     last = dist.get_world_size() - 1
     if dist.get_rank() == last:
@@ -69,7 +69,7 @@ def rank_files(base: str) -> None:
     before = fresh.values()
     with pytest.raises((RuntimeError, ValueError), match=f"_rank{last}"):
         load_checkpoint(fresh.optimizer, path)
-    assert differing(fresh.values(), before) == ""
+    assert difference(fresh.values(), before) == ""
 
 
 def bad_loads() -> None:
@@ -82,7 +82,7 @@ def bad_loads() -> None:
         job.optimizer.load_state_dict(states)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_checkpoint(job.optimizer, folder / "nothing")
-    assert differing(job.values(), before) == ""
+    assert difference(job.values(), before) == ""
 
 
 def hook_that_fails() -> None:
@@ -98,7 +98,7 @@ def hook_that_fails() -> None:
         save_checkpoint(job.optimizer, path)
     fresh = Job("fused", mesh=one_mesh())
     load_checkpoint(fresh.optimizer, path)
-    assert differing(fresh.values(), saved) == ""
+    assert difference(fresh.values(), saved) == ""
 
 
 def checkpoint_cases() -> dict[str, Callable[[], None]]:

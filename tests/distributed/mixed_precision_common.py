@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import difference, full_tensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
@@ -84,20 +85,7 @@ class Job:
         tensors = [*self.params, *[w for own in state["flat_fp32_weights"].values() for w in own]]
         for _, entry in sorted(state["base_optim_states"]["state"].items()):
             tensors += [entry[name] for name in sorted(entry) if isinstance(entry[name], Tensor)]
-        return [in_full(tensor) for tensor in tensors]
-
-
-def in_full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Returns the indices of the tensors that differ, or "" if none do."""
-    if len(found) != len(expected):
-        return f"{len(found)} tensors, expected {len(expected)}"
-    pairs = enumerate(zip(found, expected, strict=True))
-    return ", ".join(str(i) for i, (a, b) in pairs if a.dtype != b.dtype or not a.equal(b))
+        return [full_tensor(tensor) for tensor in tensors]
 
 
 def largest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -111,4 +99,4 @@ def assert_alike(base: str, found: Sequence[Tensor], expected: Sequence[Tensor])
     if base == "adamw":
         assert largest(found, expected) < INEXACT
     else:
-        assert differing(found, expected) == ""
+        assert difference(found, expected) == ""

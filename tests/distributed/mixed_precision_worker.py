@@ -18,13 +18,11 @@ from mixed_precision_common import (
     DYNAMIC,
     Job,
     assert_alike,
-    differing,
     full_gradients,
     full_weights,
-    in_full,
     one_mesh,
 )
-from rank_cases import run_cases
+from rank_cases import difference, full_tensor, run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -51,7 +49,7 @@ def bits(base: str, dtype: torch.dtype) -> None:
     whole = Job(base, dtype, grad_scal_cfg=config).run(range(5))
     assert sharded.optimizer.grad_norm.equal(whole.optimizer.grad_norm)
     assert sharded.optimizer.loss_scale.equal(whole.optimizer.loss_scale)
-    assert differing(whole.params, full_weights(dtype)) != ""
+    assert difference(whole.params, full_weights(dtype)) != ""
     assert_alike(base, sharded.values(), whole.values())
 
 
@@ -90,7 +88,7 @@ def planted(base: str, value: float) -> None:
         assert not job.optimizer.step()
     assert job.optimizer.loss_scale.item() == scale * 0.5**size
     assert job.optimizer.skipped_steps.item() == size
-    assert differing(job.values(), before) == ""
+    assert difference(job.values(), before) == ""
     assert job.step(50)
     assert job.optimizer.grad_norm.isfinite()
 
@@ -118,7 +116,7 @@ def tensor_parallel(base: str) -> None:
             optimizer.step()
         norms.append(optimizer.grad_norm.item())
     assert norms[0] == pytest.approx(norms[1], rel=2**-50)
-    assert differing([in_full(p) for p in sharded], [p.detach() for p in whole]) == ""
+    assert difference([full_tensor(p) for p in sharded], [p.detach() for p in whole]) == ""
 
 
 def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> None:
@@ -135,7 +133,7 @@ def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> None:
         if dist.get_rank() == rank:
             job.params[0].grad._local_tensor.view(-1)[1] = float("nan")
         assert not job.optimizer.step()
-    assert differing([in_full(param) for param in job.params], full_weights(job.dtype)) == ""
+    assert difference([full_tensor(param) for param in job.params], full_weights(job.dtype)) == ""
 
 
 def separate_experts(base: str) -> None:
@@ -296,7 +294,7 @@ def real_training(kind: str, base: str) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     train(wrapped, optimizer, [dist.get_rank()])
     scheduler.step()
-    weights = [in_full(p).float() for p in model.parameters()]
+    weights = [full_tensor(p).float() for p in model.parameters()]
     expected = [p.detach().float() for p in alone.parameters()]
     starts = [p.detach().float() for p in network().parameters()]
     moved = min((a - b).abs().max() for a, b in zip(expected, starts, strict=True))
@@ -305,27 +303,30 @@ def real_training(kind: str, base: str) -> None:
 
     def masters() -> list[Tensor]:
         saved = optimizer.state_dict()["flat_fp32_weights"]
-        return [in_full(weight) for own in saved.values() for weight in own]
+        return [full_tensor(weight) for own in saved.values() for weight in own]
 
     before = masters()
     offload_fsdp_optimizer(optimizer)
     with optimizer_on_device(optimizer):
-        assert differing(masters(), before) == ""
+        assert difference(masters(), before) == ""
 
 
 def moved_shards(base: str) -> None:
     """Offloads after every step. Memory that is not in the offloaded buffers acts as a device."""
     kept: set[int] = set()
-    real_init, real_test = offload._Kept.__init__, offload.is_on_device
+    real_init = offload._Kept.__init__
 
     def init(self: Any, tensors: Any) -> None:
         real_init(self, tensors)
         kept.update(memory.data_ptr() for memory in self.memory)
 
     job, plain = Job(base, mesh=one_mesh()), Job(base, mesh=one_mesh())
-    offload._Kept.__init__ = init  # type: ignore[method-assign]
-    offload.is_on_device = lambda t: t.numel() > 1 and t.data_ptr() not in kept
-    try:
+    with (
+        mock.patch.object(offload._Kept, "__init__", init),
+        mock.patch.object(
+            offload, "is_on_device", lambda t: t.numel() > 1 and t.data_ptr() not in kept
+        ),
+    ):
         for step in range(4):
             job.step(step)
             plain.step(step)
@@ -333,12 +334,10 @@ def moved_shards(base: str) -> None:
             tensors = [t for kind in offload.KINDS for t in offload.tensors_of(job.optimizer, kind)]
             local = [t.to_local() for t in tensors if isinstance(t, DTensor)]
             assert all(t.data_ptr() in kept for t in local if t.numel() > 1)
-        assert differing(job.values(), plain.values()) == ""
+        assert difference(job.values(), plain.values()) == ""
         job.step(4)
         plain.step(4)
-    finally:
-        offload._Kept.__init__, offload.is_on_device = real_init, real_test  # type: ignore[method-assign]
-    assert differing(job.values(), plain.values()) == ""
+    assert difference(job.values(), plain.values()) == ""
 
 
 def rejected_as_on_a_gpu(base: str) -> None:
@@ -378,10 +377,10 @@ def resharded(base: str) -> None:
     torch.utils.swap_tensors(param, nn.Parameter(moved))
     job.give(1)
     param.grad = distribute_tensor(full_gradients(1, job.dtype)[0], one_mesh(), [Shard(1)])
-    before = [in_full(p).clone() for p in job.params]
+    before = [full_tensor(p).clone() for p in job.params]
     with pytest.raises((RuntimeError, ValueError), match=r"parameter 0.*Shard\(dim=1\)"):
         job.optimizer.step()
-    assert differing([in_full(p) for p in job.params], before) == ""
+    assert difference([full_tensor(p) for p in job.params], before) == ""
 
 
 def cases() -> dict[str, Callable[[], None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import gathered, run_cases
+from rank_cases import digest, gathered, run_cases
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -63,15 +62,6 @@ class Model(nn.Module):
         return self.second(x).flatten(1)[:, :200] * self.conv(x.unsqueeze(1)).mean()
 
 
-def digest(tensors: list[Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.detach()
-        local = getattr(local, "_local_tensor", local)
-        found.update(local.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
 def run(
     wrap: Callable[[nn.Module, bool], tuple[nn.Module, Any]],
     early: bool,
@@ -99,7 +89,7 @@ def run(
     params = list(plain.parameters())
     return {
         "norms": norms,
-        "params": digest(params),
+        "params": digest(getattr(p, "_local_tensor", p) for p in params),
         "counts": list(measured),
         "warned": any("norm_in_backward" in str(w.message) for w in caught),
     }

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(Path(__file__).parent)]
 
-from rank_cases import gathered, run_cases  # noqa: E402
+from rank_cases import full_tensor, gathered, run_cases  # noqa: E402
 
 from examples.byte_llama import tp_plan  # noqa: E402
 from examples.model import Transformer  # noqa: E402
@@ -94,10 +93,6 @@ def one_process(ranks: int, dtype: torch.dtype | None) -> tuple[float, dict[str,
     return loss.item(), {n: p.grad for n, p in model.named_parameters()}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def build(config: JobConfig) -> tuple[Any, ParallelDims, Any, list[nn.Module]]:
     dims = dims_of(config)
     mesh = dims.build_mesh("cpu")
@@ -145,7 +140,7 @@ def compare(*, accumulate: int = 1, dtype: torch.dtype | None = None, **settings
                 with amp:
                     loss = cross_entropy_loss(parts[0](inputs[some]), labels[some]) / accumulate
                 loss.backward()
-                total += whole(loss.detach())
+                total += full_tensor(loss.detach())
             else:  # the whole batch each time: gradients add up
                 losses: list[Tensor] = []
                 first = [inputs] if parts[0].embedding is not None else []
@@ -155,15 +150,15 @@ def compare(*, accumulate: int = 1, dtype: torch.dtype | None = None, **settings
     factor = accumulate if schedule else 1
     named = {n: p for part in parts for n, p in part.named_parameters()}
     errors = {
-        n: ((whole(p.grad) / factor - expected[n]).norm() / expected[n].norm()).item()
+        n: ((full_tensor(p.grad) / factor - expected[n]).norm() / expected[n].norm()).item()
         for n, p in named.items()
     }
     initial = dict(Transformer(**SIZES).named_parameters())
-    same_weights = all(torch.equal(whole(p), initial[n]) for n, p in named.items())
+    same_weights = all(torch.equal(full_tensor(p), initial[n]) for n, p in named.items())
     pp_mesh = mesh["pp"] if dims.pp_enabled else None
     names = sorted(named)
     norm = clip_grad_norm_((p for p in named.values()), 1e-3, pp_mesh=pp_mesh) / factor
-    clipped = torch.stack([whole(p.grad).norm() for p in named.values()])
+    clipped = torch.stack([full_tensor(p.grad).norm() for p in named.values()])
     expected_norm = torch.stack([g.norm() for g in expected.values()]).norm()
     clipped_norm = (clipped**2).sum()
     if pp_mesh is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import run_cases
+from rank_cases import full_tensor, run_cases
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -69,7 +69,7 @@ class Run:
 
     def values(self) -> dict[str, Any]:
         found = {**self.model.state_dict(), **self.optimizer.state_dict()}
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
+        return {k: full_tensor(v) for k, v in found.items()}
 
 
 class Greedy(Run):

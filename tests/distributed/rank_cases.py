@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def difference(found: Any, expected: Any, where: str = "") -> str:
@@ -39,6 +41,22 @@ def difference(found: Any, expected: Any, where: str = "") -> str:
         alike = type(found) is type(expected) and repr(found) == repr(expected)
         return "" if alike else f"{where}: {found!r}, expected {expected!r}"
     return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
+
+
+def full_tensor(value: Any) -> Any:
+    """Returns the whole tensor of a DTensor, and another value as it is, both without gradients."""
+    if isinstance(value, DTensor):
+        as_int = value.dtype == torch.int16  # gloo does not send int16
+        value = value.int().full_tensor().short() if as_int else value.full_tensor()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Returns a hash of the bits of plain tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:

@@ -8,6 +8,7 @@ the values after the next step, must equal the reference bitwise.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import difference, run_cases
+from rank_cases import difference, full_tensor, run_cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -167,17 +168,10 @@ class Job:
     def values(self) -> dict[str, Any]:
         """Returns copies of all values of a checkpoint, as full tensors."""
         return {
-            f"{name}.{key}": whole(value)
+            f"{name}.{key}": copy.deepcopy(full_tensor(value))
             for name, saved in self.saved.items()
             for key, value in saved.state_dict().items()
         }
-
-
-def whole(value: Any) -> Any:
-    if isinstance(value, DTensor):  # gloo does not send int16
-        as_int = value.dtype == torch.int16
-        value = value.int().full_tensor().short() if as_int else value.full_tensor()
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 SAVED, NEXT, OTHER = (3, 4, 5), 6, 7

@@ -1,4 +1,4 @@
-"""Helpers for the cases of zero_faults_worker.py and its modules."""
+"""Helpers for the cases of several workers about ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ def parameters(
     """Returns parameters that are the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def layers(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(70, 70) for _ in range(count)))
+
+
+def furthest(one: nn.Module, other: nn.Module) -> float:
+    """Returns the largest difference between the parameters of two modules."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def give_gradients(params: Sequence[Tensor], step: int) -> None:

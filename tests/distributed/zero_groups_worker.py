@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
+from zero_faults_common import furthest, layers
 
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import (
@@ -38,18 +39,8 @@ SHARDED = {**BALANCED, "sharded_gradients": True}
 ROUNDING = 1e-6  # from averages of equal gradients, and from other orders of summing
 
 
-def layers(count: int = 7) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(70, 70) for _ in range(count)))
-
-
 def adam(params: Any, optimizer: Any = FusedAdamW, **options: Any) -> Any:
     return ZeroRedundancyOptimizer(params, optimizer, lr=1e-2, **options)
-
-
-def off(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def state_off(zero: Any, plain: Any) -> float:
@@ -72,7 +63,7 @@ def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) 
 
     Segments have another length on every rank. The last rank uses only ``used`` layers.
     """
-    model, twin, rank = layers(), layers(), dist.get_rank()
+    model, twin, rank = layers(7), layers(7), dist.get_rank()
     zero = adam(model.parameters(), **SHARDED)
     plain = FusedAdamW(twin.parameters(), lr=1e-2)
     last = dist.get_world_size() - 1
@@ -89,7 +80,7 @@ def in_segments(run: Callable[[nn.Sequential, Tensor, int], Tensor], used: int) 
                     (of_rank(data).square().mean() / (last + 1)).backward()
             zero.step()
             plain.step()
-    assert off(model, twin) <= ROUNDING
+    assert furthest(model, twin) <= ROUNDING
     assert reductions.call_count == 3 * len(zero.partition.all_buckets) > 3 * 7
 
 
@@ -129,7 +120,7 @@ def other_orders() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert [zero.partition.reducer.early for zero in zeros] == [True, False]
-    assert max(map(off, both, twins)) <= ROUNDING
+    assert max(map(furthest, both, twins)) <= ROUNDING
 
 
 def dropped_on_even_ranks() -> None:
@@ -151,7 +142,7 @@ def dropped_on_even_ranks() -> None:
         older.clear()
         gc.collect()
     assert zero.partition.reducer.early
-    assert off(model, twin) <= ROUNDING
+    assert furthest(model, twin) <= ROUNDING
 
 
 def unfrozen(change: str) -> None:
@@ -174,7 +165,7 @@ def unfrozen(change: str) -> None:
         optimizer.zero_grad()
         each(torch.ones(2, 70)).square().mean().backward()
         optimizer.step()
-    assert off(model, twin) <= ROUNDING
+    assert furthest(model, twin) <= ROUNDING
     assert (extras[0] - extras[1]).abs().max() <= ROUNDING
 
 
@@ -201,7 +192,7 @@ def worlds() -> None:
             zero.step()
             state = {"optimizer": sharded_state_dict(zero)}
             dcp.save(state, checkpoint_id=path, process_group=group)
-            assert off(model, plain) <= ROUNDING
+            assert furthest(model, plain) <= ROUNDING
         dist.barrier()
 
 
@@ -278,7 +269,7 @@ def uneven(
             if step < fewest + r:
                 (twin(batch(step, r)).square().mean() / size).backward()
         plain.step()
-    assert max(off(model, twin), state_off(zero, plain)) <= ROUNDING
+    assert max(furthest(model, twin), state_off(zero, plain)) <= ROUNDING
 
 
 def wide_gradients() -> None:

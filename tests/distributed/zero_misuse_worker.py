@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zero_faults_common import furthest, layers
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
@@ -25,11 +26,6 @@ from torchopt_ext.zero import ZeroRedundancyOptimizer
 SGD = {"lr": 0.5, "momentum": 0.9}
 BUCKETS: dict[str, Any] = {"greedy": {}, "balanced": {"bucket_elements": 64}}
 ROUNDING = 1e-5  # from averages of equal gradients, and from other orders of summing
-
-
-def layers(count: int = 4) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(70, 70) for _ in range(count)))
 
 
 def sharded(params: Any, **kwargs: Any) -> Any:
@@ -41,11 +37,6 @@ def sharded(params: Any, **kwargs: Any) -> Any:
         bucket_elements=64,
         **{**SGD, **kwargs},
     )
-
-
-def furthest(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 class Failing(torch.autograd.Function):
@@ -60,7 +51,7 @@ class Failing(torch.autograd.Function):
 
 def against_plain(steps: Callable[[nn.Sequential, Any], None]) -> None:
     """Sharded training ends where plain training ends. All ranks have the same data."""
-    model, twin = layers(), layers()
+    model, twin = layers(4), layers(4)
     steps(model, sharded(model.parameters()))
     steps(twin, torch.optim.SGD(twin.parameters(), **SGD))
     assert furthest(model, twin) <= ROUNDING
@@ -98,14 +89,14 @@ def reentrant_and_tied() -> None:
 
 def two_optimizers() -> None:
     """Runs one backward through two models. Only rank 0 uses the first model's last layer."""
-    models = [layers(), layers()]
+    models = [layers(4), layers(4)]
     optimizers = [sharded(model.parameters()) for model in models]
     data = torch.ones(2, 70)
     first = models[0] if dist.get_rank() == 0 else models[0][:-1]
     (first(data).sum() + models[1](data).sum()).backward()
     for optimizer in optimizers:
         optimizer.step()
-    twins = [layers(), layers()]
+    twins = [layers(4), layers(4)]
     plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], **SGD)
     # The average of both ranks' gradients; the other rank has none for the last layer.
     ((twins[0](data).sum() + twins[0][:-1](data).sum()) / 2 + twins[1](data).sum()).backward()
@@ -114,7 +105,7 @@ def two_optimizers() -> None:
 
 
 def without_zero_grad() -> None:
-    model = layers()
+    model = layers(4)
     optimizer = sharded(model.parameters())
     data = torch.ones(2, 70)
     model(data).sum().backward()
@@ -152,21 +143,21 @@ def other_layout() -> None:
 
 
 def copied_with_scheduler() -> None:
-    model = layers()
+    model = layers(4)
     zero = sharded(model.parameters())
     torch.optim.lr_scheduler.StepLR(zero, 1)
     data = torch.ones(2, 70)
     model(data).sum().backward()
     twin, second = copy.deepcopy((model, zero))
     second.step()
-    assert furthest(model, layers()) == 0
-    assert furthest(twin, layers()) > 0
+    assert furthest(model, layers(4)) == 0
+    assert furthest(twin, layers(4)) > 0
     zero.step()
     assert furthest(model, twin) == 0
 
 
 def closure_replaces_memory() -> None:
-    model = layers()
+    model = layers(4)
     zero = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, **SGD
     )
@@ -180,7 +171,7 @@ def closure_replaces_memory() -> None:
         return loss
 
     zero.step(closure)
-    twin = layers()
+    twin = layers(4)
     plain = torch.optim.SGD(twin.parameters(), **SGD)
     twin(torch.ones(2, 70)).sum().backward()
     plain.step()
@@ -212,7 +203,7 @@ def clipped_copies() -> None:
 
 def foreign_state() -> None:
     """Reading the state of other ranks' parameters changes nothing."""
-    model = layers()
+    model = layers(4)
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD)
     model(torch.ones(2, 70)).sum().backward()
     zero.step()
@@ -240,7 +231,7 @@ def torchs_hook_in_a_subgroup() -> None:
 
 def second_optimizer() -> None:
     """A rejected optimizer leaves no hooks. A second optimizer of the same parameters raises."""
-    model = layers()
+    model = layers(4)
     with pytest.raises(ValueError, match="learning rate"):
         sharded(model.parameters(), lr=-1.0)
     data = torch.ones(2, 70)
@@ -256,7 +247,7 @@ def second_optimizer() -> None:
 
 
 def load_refused_on_one_rank() -> None:
-    model = layers()
+    model = layers(4)
     zero = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)
     plain = torch.optim.AdamW(model.parameters(), lr=0.5)
     model(torch.ones(2, 70)).sum().backward()
@@ -389,7 +380,7 @@ def by_another_callable() -> None:
     codes = partial(FusedAdamW, state_dtype="int8")
     wrapped = lambda params, **options: codes(params, **options)  # noqa: E731
     with pytest.raises(ValueError, match="give state_dtype to ZeroRedundancyOptimizer"):
-        ZeroRedundancyOptimizer(layers().parameters(), wrapped)
+        ZeroRedundancyOptimizer(layers(4).parameters(), wrapped)
 
 
 def complex_gradients_are_clipped() -> None:
@@ -442,7 +433,7 @@ def unequal_arguments() -> None:
 def trainers_container_loads_its_shards() -> None:
     """Loads a rank's own state dict, also through torch's DCP, and one that is wrong on rank 1."""
     for partition in ("greedy", "balanced"):
-        model, twin = layers(), layers()
+        model, twin = layers(4), layers(4)
         options = {"lr": torch.tensor(0.1)}
         containers = [
             ZeroOptimizersContainer([each], FusedAdamW, options, partition=partition)

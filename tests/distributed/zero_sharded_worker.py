@@ -6,13 +6,12 @@ way to reduce must end with the same bits.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
+from rank_cases import digest, run_cases
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -79,13 +78,6 @@ def settings(held: str) -> tuple[torch.dtype, dict[str, Any]]:
     if held == "int8":
         return torch.bfloat16, common | {"master_weights": "remainder8", "state_dtype": "int8"}
     return torch.bfloat16, common | {"master_weights": {"master": "fp32"}.get(held, held)}
-
-
-def digest(tensors: list[Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def outcome(model: Model, optimizer: Any, norms: list[float]) -> dict[str, Any]:
