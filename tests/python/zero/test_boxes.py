@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,24 +64,6 @@ def test_no_box_is_empty_and_none_could_be_saved(case: tuple[int, int, tuple[int
     found = list(boxes(begin, end, shape))
     assert all(math.prod(sizes) for _, sizes in found)
     assert len(found) == fewest(begin, end, shape)
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "shape", "expected"),
-    [
-        (0, 1, (), [((), ())]),
-        (64, 128, (300,), [((64,), (64,))]),
-        (0, 20, (4, 5), [((0, 0), (4, 5))]),
-        (5, 15, (4, 5), [((1, 0), (2, 5))]),
-        (3, 18, (4, 5), [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 3))]),
-        (6, 8, (4, 5), [((1, 1), (1, 2))]),
-        (0, 0, (0, 5), []),
-        (7, 16, (2, 2, 4), [((0, 1, 3), (1, 1, 1)), ((1, 0, 0), (1, 2, 4))]),
-        (7, 11, (1, 3, 4), [((0, 1, 3), (1, 1, 1)), ((0, 2, 0), (1, 1, 3))]),
-    ],
-)  # fmt: skip
-def test_typical_cuts(begin: int, end: int, shape: tuple[int, ...], expected: list[object]) -> None:
-    assert list(boxes(begin, end, shape)) == expected
 
 
 @given(intervals(), st.randoms(use_true_random=False))

