@@ -1,14 +1,12 @@
 """Replica groups of the Trainer under torchft."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .replica_groups import lighthouse
+from .replica_groups import replica_groups
 from .test_trainer import JOB, STEPS
 
 pytest.importorskip("torchft")
@@ -21,32 +19,16 @@ def train(folder: Path, *more: str) -> list[dict]:
 
     Only one of the groups saves checkpoints.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += [str(Path(__file__).with_name("trainer_worker.py")), *JOB]
+    command = [sys.executable, str(Path(__file__).with_name("trainer_worker.py")), *JOB]
     command += ["--training.batch_size", "4", "--fault_tolerance.enable"]
     command += ["--fault_tolerance.group_size", "2", "--fault_tolerance.min_replica_size", "2"]
     command += ["--checkpoint.enable_checkpoint", *more]
-    with lighthouse(min_replicas=2) as address:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"TORCHFT_LIGHTHOUSE": address}
-        groups = []
+    with replica_groups(folder, groups=2) as groups:
         for replica in range(2):
             own = ["--fault_tolerance.replica_id", str(replica)]
             own += ["--job.dump_folder", str(folder / str(replica))]
-            (folder / str(replica)).mkdir(exist_ok=True)
-            with open(folder / f"{replica}.log", "w") as log:
-                groups.append(
-                    subprocess.Popen(
-                        [*command, *own], env=env, stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
-        try:
-            codes = [group.wait(timeout=100) for group in groups]
-        finally:
-            for group in groups:
-                group.kill()
-    assert codes == [0, 0], "\n".join((folder / f"{r}.log").read_text()[-3000:] for r in range(2))
+            groups.start(replica, [*command, *own])
+        groups.wait(seconds=100)
     return [json.loads((folder / f"{r}/rank0.json").read_text()) for r in range(2)]
 
 

@@ -18,7 +18,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
+from torchopt_ext.trainer import distributed
 from torchopt_ext.trainer.checkpoint_files import contents_of
 from torchopt_ext.trainer.config import ConfigError
 from torchopt_ext.trainer.ft import FTManager
@@ -76,6 +78,7 @@ def spied(trainer: Trainer) -> list[str]:
         (trainer, "next_batch"),
         (trainer.optimizers, "zero_grad"),
         (trainer.model_parts[0], "forward"),
+        (distributed, "clip_grad_norm_"),
         (trainer.checkpointer, "maybe_wait_for_staging"),
         (trainer.optimizers, "step"),
         (trainer.lr_schedulers, "step"),
@@ -83,28 +86,16 @@ def spied(trainer: Trainer) -> list[str]:
         (trainer.checkpointer, "save"),
     ]
 
-    def watch(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
+    def spy(owner: Any, call: Any, *args: Any, **more: Any) -> Any:
+        calls.append(f"{type(owner).__name__}.{call.__name__}")
+        if owner is distributed:
+            time.sleep(CLIPPING)
+        return call(*args, **more)
 
-        def spy(*args: Any, **more: Any) -> Any:
-            calls.append(f"{type(owner).__name__}.{name}")
-            return call(*args, **more)
-
-        setattr(owner, name, spy)
-
-    for owner, name in seen:
-        watch(owner, name)
-    target = "torchopt_ext.trainer.distributed.clip_grad_norm_"
-    from torchopt_ext.trainer import distributed
-
-    clip = distributed.clip_grad_norm_
-
-    def spy_clip(*args: Any, **more: Any) -> Any:
-        calls.append("clip_grad_norm_")
-        time.sleep(CLIPPING)
-        return clip(*args, **more)
-
-    with patch(target, spy_clip):
+    with ExitStack() as patches:
+        for owner, name in seen:
+            watched = partial(spy, owner, getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, watched))
         trainer.train()
     return calls
 
@@ -126,7 +117,7 @@ def order_of_calls(folder: Path, shared: list[str]) -> None:
         own = folder / name
         with trainer_of(own, shared, "--training.steps", "2", *settings) as trainer:
             found[name] = spied(trainer)
-    clips = ["clip_grad_norm_"]
+    clips = ["module.clip_grad_norm_"]
     wait = "CheckpointManager.maybe_wait_for_staging"
     for name, clip in (("fused", []), ("foreach", clips), ("a TrainSpec's", clips)):
         step = [

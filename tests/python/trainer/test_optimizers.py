@@ -17,39 +17,59 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.optimizers import build_for_stage, build_optimizers, clips_in_step
 
 
-@pytest.mark.parametrize("partition", ["none", "greedy"])
-def test_an_unknown_optimizer_is_named(partition: Any) -> None:
+def job(**settings: Any) -> JobConfig:
+    """Returns a job with settings of `optimizer`, and `max_norm`, `stages`, `zero` or `shards`."""
     config = JobConfig()
-    config.optimizer.name, config.parallelism.zero = "SGD", partition
-    with pytest.raises(ConfigError, match=r"optimizer.name is 'SGD', expected 'Adam' or 'AdamW'"):
-        build_optimizers([nn.Linear(2, 2)], config)
+    config.training.max_norm = settings.pop("max_norm", 1.0)
+    config.parallelism.pipeline_parallel_degree = settings.pop("stages", 1)
+    config.parallelism.zero = settings.pop("zero", "none")
+    config.parallelism.fsdp_keep_low_precision_shards = settings.pop("shards", False)
+    vars(config.optimizer).update(settings)
+    return config
 
 
-def test_low_precision_shards_need_a_step_that_writes_them() -> None:
-    config = JobConfig()
-    config.parallelism.fsdp_keep_low_precision_shards = True
-    config.optimizer.implementation = "foreach"
-    with pytest.raises(ValueError, match=r"no effect with optimizer.implementation 'foreach'"):
-        build_optimizers([nn.Linear(2, 2)], config)
+IN_BACKWARD = {"early_step_in_backward": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({"name": "SGD", "zero": zero}, "optimizer.name is 'SGD', expected 'Adam' or 'AdamW'")
+            for zero in ("none", "greedy")
+        ),
+        (
+            {"shards": True, "implementation": "foreach"},
+            "no effect with optimizer.implementation 'foreach'",
+        ),
+        *(
+            ({"implementation": kind, **IN_BACKWARD, **more}, "neither clips nor skips: set")
+            for kind in ("foreach", "for-loop")
+            for more in ({}, {"skip_nonfinite": False}, {"max_norm": inf})
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    settings: dict[str, Any], message: str, one_rank: None
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_optimizers([nn.Linear(2, 2)], job(**settings))
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        (None, [torch.float32, torch.int8]),
-        ([], [torch.int8, torch.int8]),
-        (["^1"], [torch.int8, torch.float32]),
+        ({}, [torch.float32, torch.int8]),
+        ({"fp32_moments": []}, [torch.int8, torch.int8]),
+        ({"fp32_moments": ["^1"]}, [torch.int8, torch.float32]),
     ],
 )
 def test_embeddings_keep_fp32_moments(
     chosen: Any, expected: list[torch.dtype], partition: Any, one_rank: None
 ) -> None:
-    config, part = JobConfig(), nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))
-    config.optimizer.state_dtype, config.parallelism.zero = "int8", partition
-    if chosen is not None:
-        config.optimizer.fp32_moments = chosen
-    container = build_optimizers([part], config)
+    part = nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))
+    container = build_optimizers([part], job(state_dtype="int8", zero=partition, **chosen))
     saved = container.state_dict()
     names = ("0.weight", "1.weight")
     assert [saved[f"state.{name}.exp_avg"].dtype for name in names] == expected
@@ -77,17 +97,16 @@ def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
     expected = trained(copy, FusedAdamW(groups, lr=0.01, betas=(0.9, 0.95), skip_nonfinite=True))
     for settings in (
         {},
-        {"early_step_in_backward": True},
-        {"early_step_in_backward": True, "skip_nonfinite": False},
+        IN_BACKWARD,
+        {**IN_BACKWARD, "skip_nonfinite": False, "max_norm": inf},
+        {**IN_BACKWARD, "skip_nonfinite": False, "max_norm": inf, "implementation": "foreach"},
         {"implementation": "foreach"},
         {"zero": "greedy"},
         {"zero": "balanced"},
     ):
-        config, copy = JobConfig(), deepcopy(model)
-        config.training.max_norm = inf if "skip_nonfinite" in settings else 1e9
-        config.parallelism.zero = settings.pop("zero", "none")
-        vars(config.optimizer).update(settings, lr=0.01, weight_decay=0.5, **choice)
-        container = build_optimizers([copy], config)
+        copy = deepcopy(model)
+        given: dict[str, Any] = {"max_norm": 1e9, "lr": 0.01, "weight_decay": 0.5, **choice}
+        container = build_optimizers([copy], job(**given | settings))
         for weight, wanted in zip(trained(copy, container), expected, strict=True):
             torch.testing.assert_close(weight, wanted, rtol=0, atol=2e-7)
         if not saved:
@@ -108,8 +127,7 @@ def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
     ],
 )
 def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: None) -> None:
-    config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
-    vars(config.optimizer).update(setting)
+    config, part = job(**setting), nn.Sequential(nn.Linear(64, 2))
     with pytest.raises(ValueError, match=r"no parameter has a name with \[?'tok'"):
         build_optimizers([part], config)
     config.parallelism.pipeline_parallel_degree = 2
@@ -129,29 +147,9 @@ def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: No
     ],
 )
 def test_a_pattern_of_one_of_the_stages(setting: dict[str, Any], one_rank: None) -> None:
-    config, part = JobConfig(), nn.Sequential(nn.Linear(64, 2))
-    vars(config.optimizer).update(setting)
-    config.parallelism.pipeline_parallel_degree = 2
+    config, part = job(**setting, stages=2), nn.Sequential(nn.Linear(64, 2))
     build = partial(build_optimizers, [part], config)
     build_for_stage(build, config, dist.group.WORLD)
-
-
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-@pytest.mark.parametrize(
-    ("max_norm", "skip", "refused"),
-    [(1.0, True, True), (1.0, False, True), (inf, True, True), (inf, False, False)],
-)
-def test_torchs_steps_in_backward_neither_clip_nor_skip(
-    implementation: Any, max_norm: float, skip: bool, refused: bool, one_rank: None
-) -> None:
-    config = JobConfig()
-    config.optimizer.implementation, config.optimizer.early_step_in_backward = implementation, True
-    config.training.max_norm, config.optimizer.skip_nonfinite = max_norm, skip
-    if refused:
-        with pytest.raises(ConfigError, match=f"{implementation}.* neither clips nor skips: set"):
-            build_optimizers([nn.Linear(2, 2)], config)
-    else:
-        build_optimizers([nn.Linear(2, 2)], config)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +163,7 @@ def test_torchs_steps_in_backward_neither_clip_nor_skip(
 def test_stages_are_judged_together(
     stage: nn.Module, master: Any, message: str | None, one_rank: None
 ) -> None:
-    config = JobConfig()
-    config.optimizer.master_weights = master
+    config = job(master_weights=master)
     with pytest.raises(ConfigError) if message else nullcontext():
         build_optimizers([stage], config)
     config.parallelism.pipeline_parallel_degree = 2

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallel_dims import _TOGETHER, ParallelDims
 
 
 def dims(*degrees: int, world_size: int, loss_parallel: bool = True) -> ParallelDims:
@@ -61,20 +62,14 @@ def test_meshes(
     assert mesh.mesh_dim_names == tuple(sizes)
     assert mesh.shape == tuple(sizes.values())
     assert {name for name in SWITCHES if getattr(parallel, f"{name}_enabled")} == enabled
-    for name, parts in {
-        "dp": ("dp_replicate", "dp_shard"),
-        "dp_shard_cp": ("dp_shard", "cp"),
-        "dp_cp": ("dp_replicate", "dp_shard", "cp"),
-    }.items():
+    for name, parts in _TOGETHER.items():
         present = [part for part in parts if part in sizes]
         if not present:
             with pytest.raises(ValueError, match=f"the mesh has no '{name}', expected one of"):
                 parallel.get_mesh(name)
             continue
         together = parallel.get_mesh(name)
-        expected = 1
-        for part in present:
-            expected *= sizes[part]
+        expected = prod(sizes[part] for part in present)
         assert (together.ndim, together.size()) == (1, expected)
         assert together.get_local_rank() == expected - 1  # the last rank is last in each mesh
     if parallel.fsdp_enabled:
