@@ -109,7 +109,9 @@ class CheckpointManager:
         if dataloader is not None:
             self._own[DATALOADER] = states_of.DataPosition(dataloader)
         if self._manager is not None:
-            self._own[TORCHFT] = states_of.GroupProgress(self._manager)
+            # Its steps: groups of which only some have the checkpoint would all be at step 0, and
+            # torchft would choose whose weights to keep without regard to the loaded ones.
+            self._own[TORCHFT] = self._manager
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
         self._delayed = False  # whether skipped steps delay a periodic save
@@ -298,8 +300,8 @@ class CheckpointManager:
         if not self._config.keep_latest_k:
             return
         try:
-            for step in files.to_remove(self.folder, self._config.keep_latest_k, self._refused):
-                removing = files.set_aside(self.folder / f"step-{step}")
+            keep = self._config.keep_latest_k
+            for removing in files.set_aside_old(self.folder, keep, self._refused):
                 self._remover.submit(shutil.rmtree, removing, ignore_errors=True)
         except OSError as error:  # the next save tries again
             logger.warning("removing old checkpoints of %s: %s", self.folder, error)
@@ -428,7 +430,10 @@ class CheckpointManager:
             rest = {} if model_only else self._states | self._own
             rest = {key: value for key, value in rest.items() if key not in excluded}
             own = {key: rest[key] for key in self._own if key in rest}
-            found = {k: dict.fromkeys(value.names_to_load(metadata)) for k, value in own.items()}
+            # All ranks' data positions: another number of ranks may need, or reject, them.
+            found = {key: dict.fromkeys(states_of.saved_names(metadata, key)) for key in own}
+            if RNG in own:
+                found[RNG] = {name: None for name in found[RNG] if name in own[RNG].names}
             plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}
             for key, owner in plain.items():
                 found[key] = saved_values.state_to_load(owner.state_dict(), key, metadata)
@@ -446,9 +451,10 @@ class CheckpointManager:
                 # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
-            for key in (DATALOADER, TORCHFT):
-                if key in own:
-                    own[key].load_state_dict(wanted[key])
+            if DATALOADER in own:
+                own[DATALOADER].load_state_dict(wanted[DATALOADER])
+            if TORCHFT in own and wanted[TORCHFT]:  # a job without fault tolerance saves none
+                own[TORCHFT].load_state_dict(wanted[TORCHFT])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
                 states_of.reseed(files.step_of(checkpoint))
                 if self._rank == 0:

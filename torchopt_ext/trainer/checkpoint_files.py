@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -110,18 +110,16 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a checkpoint that is to be removed, so that it no longer looks complete.
+def set_aside_old(folder: Path, keep: int, refused: set[int]) -> Iterator[Path]:
+    """Renames all but the best `keep` checkpoints, which no longer look complete. Yields the names.
 
-    Returns:
-        The new name.
-
-    Raises:
-        OSError: The folder cannot be renamed, such as while another of its step is removed.
+    Seeds and checkpoints in `refused` do not count and stay. The best full checkpoint stays, too.
     """
-    removing = checkpoint.with_name(f"{checkpoint.name}.removing")
-    os.rename(checkpoint, removing)
-    return removing
+    usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
+    full = next((n for n, step in enumerate(usable) if _is_full(folder / f"step-{step}")), 0)
+    for n, step in enumerate(usable):
+        if n >= keep and n != full:
+            yield (folder / f"step-{step}").rename(folder / f"step-{step}.removing")
 
 
 def abandon(folder: Path, step: int) -> None:
@@ -198,16 +196,6 @@ def steps(folder: Path) -> list[int]:
 def by_preference(folder: Path) -> list[int]:
     """Returns the steps of :func:`steps`, with abandoned checkpoints last."""
     return sorted(steps(folder), key=lambda step: (folder / f"step-{step}" / ABANDONED).exists())
-
-
-def to_remove(folder: Path, keep: int, refused: set[int]) -> list[int]:
-    """Returns the steps of the checkpoints to remove: all but the best `keep`.
-
-    Seeds and checkpoints in `refused` do not count and stay. The best full checkpoint stays, too.
-    """
-    usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
-    full = next((n for n, step in enumerate(usable) if _is_full(folder / f"step-{step}")), 0)
-    return [step for n, step in enumerate(usable) if n >= keep and n != full]
 
 
 def _is_full(checkpoint: Path) -> bool:

@@ -162,10 +162,6 @@ class DataPosition:
             packed_values[str(key)] = packed(one_entry(value, f"dataloader.{key}"))
         return packed_values
 
-    def names_to_load(self, metadata: Metadata) -> list[str]:
-        """Returns all names: another number of ranks may need, or reject, other ranks' entries."""
-        return saved_names(metadata, "dataloader")
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
         self._dataloader.load_state_dict(found)
@@ -192,31 +188,11 @@ class PeerState:
             owner.load_state_dict(state[key])
 
 
-class GroupProgress:
-    """The steps that torchft's Manager has seen committed.
-
-    Without them, groups of which only some have the checkpoint would all be at step 0, and torchft
-    would choose whose weights to keep without regard to the loaded ones.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def state_dict(self) -> dict[str, int]:
-        state: dict[str, int] = self._manager.state_dict()
-        return state
-
-    def names_to_load(self, metadata: Metadata) -> list[str]:
-        """Returns the saved names. A checkpoint of a job without fault tolerance has none."""
-        return saved_names(metadata, "torchft")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._manager.load_state_dict(dict(state))
-
-
 class RandomState:
     """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
+
+    Attributes:
+        names: the names of the entries to load, without other ranks'.
 
     Args:
         rank: the global rank.
@@ -226,12 +202,10 @@ class RandomState:
 
     def __init__(self, rank: int, layout: str) -> None:
         self._key, self._layout = f"rank_{rank}", layout
+        self.names = ("layout", self._key)
 
     def state_dict(self) -> dict[str, Any]:
         return {"layout": self._layout, self._key: packed(generator_states())}
-
-    def names_to_load(self, metadata: Metadata) -> list[str]:
-        return [name for name in ("layout", self._key) if name in saved_names(metadata, "rng")]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Sets the generators. Returns False, and sets none, if the states do not fit this rank."""
