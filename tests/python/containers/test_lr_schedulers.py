@@ -199,24 +199,7 @@ def test_total_steps_replaces_training_steps(optimizers):
     assert factors(schedulers, 21)[-2:] == pytest.approx([1 / 20, 0])
 
 
-# Defects of torchtitan's schedules
-
-
-@GENERATIONS
-@pytest.mark.parametrize(("decay_type", "minimum"), [("linear", 0), ("sqrt", 0), ("cosine", 0.25)])
-def test_the_factor_stays_at_the_minimum_past_the_end(optimizers, build, decay_type, minimum):
-    schedulers = build(optimizers, 4, decay_type=decay_type, min_factor=minimum)
-    assert factors(schedulers, 12)[4:] == [minimum] * 8
-
-
-@pytest.mark.parametrize(("steps", "ratio"), [(5, None), (2, 0.5)])
-def test_warmup_longer_than_training_stays_below_one(optimizers, steps, ratio):
-    schedulers = first_generation(optimizers, steps, warmup_steps=6, decay_ratio=ratio)
-    assert factors(schedulers, 9) == pytest.approx([i / 7 for i in range(1, 7)] + [0, 0, 0])
-
-
-def test_a_second_generation_schedule_without_decay_goes_on_past_the_end(optimizers):
-    assert factors(second_generation(optimizers, 3, decay_ratio=0.0), 6) == [1] * 6
+# Refused configurations
 
 
 @GENERATIONS

@@ -80,34 +80,30 @@ def test_hooks_fire_once_per_step_around_the_update(choice, parts, set_grads):
     assert all(args[0] is container and args[2] == {} for _, args, _ in seen)
 
 
-def test_hooks_of_inner_optimizers_fire_once_per_step(choice, parts, set_grads):
+def test_inner_optimizers_have_hooks_of_their_own_and_the_container_the_global_ones(
+    choice, parts, set_grads
+):
     container = choice.container(parts)
     seen = []
-    for optimizer in container:
-        optimizer.register_step_pre_hook(lambda opt, *_: seen.append(("pre", opt)))
-        optimizer.register_step_post_hook(lambda opt, *_: seen.append(("post", opt)))
-    set_grads(parts, 0)
-    container.step()
-    for optimizer in container:
-        assert [name for name, opt in seen if opt is optimizer] == ["pre", "post"]
-    assert len(seen) == 4
 
+    def noted(name):
+        return lambda optimizer, *_: seen.append((name, optimizer))
 
-def test_hooks_on_all_optimizers_fire_for_the_container_only(choice, parts, set_grads):
-    container = choice.container(parts)
-    seen = []
+    for optimizer in container:
+        optimizer.register_step_pre_hook(noted("pre"))
+        optimizer.register_step_post_hook(noted("post"))
     handles = [
-        register(lambda opt, *_, name=name: seen.append((name, opt)))
-        for name, register in (
-            ("pre", register_optimizer_step_pre_hook),
-            ("post", register_optimizer_step_post_hook),
-        )
+        register_optimizer_step_pre_hook(noted("first")),
+        register_optimizer_step_post_hook(noted("last")),
     ]
     set_grads(parts, 0)
     container.step()
     for handle in handles:
         handle.remove()
-    assert seen == [("pre", container), ("post", container)]
+    for optimizer in container:
+        assert [name for name, opt in seen if opt is optimizer] == ["pre", "post"]
+    assert (seen[0], seen[-1]) == (("first", container), ("last", container))
+    assert len(seen) == 6
 
 
 class Counting(OptimizersContainer):
@@ -189,16 +185,6 @@ def test_a_closure_is_refused_with_several_optimizers(choice, parts, as_keyword,
 
 
 # The container's own param_groups and state
-
-
-def test_lr_of_the_containers_param_groups_follows_the_schedule(choice, parts, set_grads):
-    container = choice.container(parts)
-    schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
-    set_grads(parts, 0)
-    container.step()
-    schedulers.step()
-    assert [group["lr"] for group in container.param_groups] == [5e-3, 5e-3]
-    assert all(group["initial_lr"] == 1e-2 for group in container.param_groups)
 
 
 def test_param_groups_are_the_inner_optimizers_own(choice, parts, train):
