@@ -110,10 +110,8 @@ class DeferredClipping:
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Returns whether these are the optimizers' parameters, and the rest has no gradients."""
-        own = self.ids
-        if not own <= set(map(id, parameters)):
-            return False
-        return all(p.grad is None for p in parameters if id(p) not in own)
+        own, given = self.ids, {id(p): p.grad for p in parameters}
+        return own <= given.keys() and all(given[p] is None for p in given.keys() - own)
 
     @property
     def ids(self) -> set[int]:

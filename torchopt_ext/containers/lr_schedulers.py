@@ -156,8 +156,8 @@ def build_lr_schedulers(
 
 def schedule_from_job_config(job_config: Any) -> Callable[[int], Any]:
     """Returns the lr factor as a function of the step, for a torchtitan config before 0.1."""
-    config, steps = job_config.lr_scheduler, job_config.training.steps
-    return _schedule(config, _total_steps(config, steps), "lr_min", generation=1)
+    steps = job_config.training.steps
+    return _schedule(job_config.lr_scheduler, steps, "lr_min", generation=1)
 
 
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
@@ -166,20 +166,15 @@ def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Calla
     `compat = "torchtitan"` selects the formula of torchtitan before 0.1.
     """
     generation = 1 if check_compat(getattr(lr_scheduler_config, "compat", None)) else 2
-    total_steps = _total_steps(lr_scheduler_config, training_steps)
-    return _schedule(lr_scheduler_config, total_steps, "min_lr_factor", generation)
-
-
-def _total_steps(config: Any, training_steps: int) -> int:
-    """Returns the schedule's length, which configurations from torchtitan 0.2.2 on can set."""
-    total_steps: int | None = getattr(config, "total_steps", None)
-    return training_steps if total_steps is None else total_steps
+    return _schedule(lr_scheduler_config, training_steps, "min_lr_factor", generation)
 
 
 def _schedule(
-    config: Any, total_steps: int, min_factor_name: str, generation: int
+    config: Any, training_steps: int, min_factor_name: str, generation: int
 ) -> Callable[[int], Any]:
-    total = _count("training steps", total_steps)
+    # Configurations from torchtitan 0.2.2 on can set the schedule's length.
+    own_steps: int | None = getattr(config, "total_steps", None)
+    total = _count("training steps", training_steps if own_steps is None else own_steps)
     warmup = _count("warmup_steps", config.warmup_steps)
     min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)
     if config.decay_type not in DECAY_TYPES:

@@ -82,8 +82,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
         clip_grad_norm: float | None = None,
         process_group: Any = None,
     ) -> None:
-        reject_base(optimizer)
         super().__init__(optimizer)
+        reject_base(optimizer)
         params = params_of(optimizer)
         config = scaler_config(grad_scal_cfg, params)
         device = next((param.device for param in params if not param.is_meta), "cpu")
@@ -405,11 +405,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
         _wrappers[self.optim] = weakref.ref(self)
 
 
-def reject_base(optimizer: Any) -> None:
+def reject_base(optimizer: Optimizer) -> None:
     """Raises TypeError for an optimizer that cannot be wrapped."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got a {name}")
     if (inner := inner_optimizer(optimizer)) is not optimizer:
         raise TypeError(
             f"the {name} is a framework's wrapper: give FSDPadaptOptimizer the "

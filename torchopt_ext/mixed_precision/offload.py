@@ -188,7 +188,8 @@ class Offloader:
             if device.type != "cuda":
                 self.wait()
                 for tensor, memory in moving:
-                    replace_memory(tensor, memory.copy_(local_tensor(tensor)))
+                    source = local_tensor(tensor)
+                    source.data = memory.copy_(source)
                 continue
             if device not in self._streams:
                 self._streams[device] = cuda.Stream(device)
@@ -201,7 +202,7 @@ class Offloader:
                     memory.copy_(source, non_blocking=True)
                     if source.is_cuda:  # its memory must not be reused before the copy ends
                         source.record_stream(stream)
-                    replace_memory(tensor, memory)
+                    source.data = memory
             if moving[0][1].is_cuda:
                 current.wait_stream(stream)
 
@@ -250,8 +251,3 @@ def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
                         yield leaf
     if kind == "masters":
         yield from (p for p in params_of(optimizer) if hasattr(p, "is_master_weight"))
-
-
-def replace_memory(tensor: Any, memory: Tensor) -> None:
-    """Replaces the memory of a tensor, or of this rank's part of a DTensor."""
-    local_tensor(tensor).data = memory  # keeps the tensor object, which steps refer to

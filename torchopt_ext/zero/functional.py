@@ -15,6 +15,8 @@ from torch.distributed.optim.utils import functional_optim_map, register_functio
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim.state import init_param_states, moments_of
+from torchopt_ext.optim.storage import Storage
 
 
 class FunctionalFusedAdam:
@@ -65,22 +67,19 @@ class FunctionalFusedAdam:
         pairs = [(param, gradient) for param, gradient in given if gradient is not None]
         if not pairs:
             return
-        device = pairs[0][0].device
-        moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-        for param, _ in pairs:
-            if param not in self.state:
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                zeros = {name: torch.zeros_like(param.detach()) for name in moments}
-                self.state[param] = {"step": step} | zeros
-        entries = [self.state[param] for param, _ in pairs]
+        params = [param for param, _ in pairs]
+        new = [(group, p, self.state.setdefault(p, {})) for p in params if p not in self.state]
+        init_param_states(new, Storage())
+        names = ("step", *moments_of(group))
+        held = {name: [self.state[param][name] for param in params] for name in names}
         ops.adam_(
-            [param.detach() for param, _ in pairs],
+            [param.detach() for param in params],
             [gradient for _, gradient in pairs],
-            [entry["exp_avg"] for entry in entries],
-            [entry["exp_avg_sq"] for entry in entries],
-            [entry["max_exp_avg_sq"] for entry in entries] if group["amsgrad"] else [],
-            [entry["step"] for entry in entries],
-            self._control_on(device),
+            held["exp_avg"],
+            held["exp_avg_sq"],
+            held.get("max_exp_avg_sq", []),
+            held["step"],
+            self._control_on(params[0].device),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
