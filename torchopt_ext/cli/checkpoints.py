@@ -115,16 +115,15 @@ class Checkpoint:
         marked = (f".{key}".partition(".param_groups.") for key in self.paths)
         return {before[1:] for before, mark, _ in marked if mark}
 
-    def options(self) -> dict[str, dict[str, Any]]:
+    def options(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Returns options by part and param group, or in flat state dicts by part and parameter."""
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[str, dict[str, dict[str, Any]]] = {}
         for key, value in {**self.values, **self.tensors}.items():
             before, mark, rest = f".{key}".rpartition(".param_groups.")
             if mark:
                 owner, _, name = rest.rpartition(".")
-                groups.setdefault(f"{before}{mark}{owner}"[1:], {})[name] = (
-                    self.tensor(key) if isinstance(value, Tensor) else value
-                )
+                group = groups.setdefault(before[1:], {}).setdefault(owner, {})
+                group[name] = self.tensor(key) if isinstance(value, Tensor) else value
         return groups
 
 

@@ -30,7 +30,15 @@ from torchopt_ext.cli.checkpoints import (
     open_checkpoint,
 )
 from torchopt_ext.cli.tensors import DTYPES, add_dtype
-from torchopt_ext.cli.terminal import CommandError, Parser, Progress, listed, size, written
+from torchopt_ext.cli.terminal import (
+    CommandError,
+    Parser,
+    Progress,
+    check_output,
+    listed,
+    size,
+    written,
+)
 from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
@@ -112,12 +120,10 @@ def main(args: list[str]) -> int:
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in outputs:
-        if os.path.exists(path):
-            for source_path, what in ((options.input, "the input"), (options.weights, "--weights")):
-                if source_path is not None and path.samefile(source_path):
-                    raise CommandError(f"{path} is {what}")
-            if not options.force:
-                raise CommandError(f"{path} exists; --force replaces it")
+        check_output(path, options.force, checkpoint=path == options.output)
+        for source_path, what in ((options.input, "the input"), (options.weights, "--weights")):
+            if source_path is not None and path.exists() and path.samefile(source_path):
+                raise CommandError(f"{path} is {what}")
     weights = Weights(source, given)
     new = converted(source, weights, options)
     held = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
@@ -317,7 +323,8 @@ def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: boo
         set_element(nested, tensor.path, made[key])
     for key, value in kept_values(source, to_torch).items():
         set_element(nested, source.paths[key], value)
-    indices = {str(index) for o in source.options().values() for index in o.get("params", ())}
+    groups = [group for own in source.options().values() for group in own.values()]
+    indices = {str(index) for group in groups for index in group.get("params", ())}
     torch_save(with_indices(nested, indices), path)
 
 

@@ -152,10 +152,7 @@ def is_finite(step: Any) -> bool:
 def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
     """Returns the groups' options. In a flat state dict, equal options make a group."""
     found: dict[str, dict[str, Any]] = {}
-    start = f"{part}.param_groups." if part else "param_groups."
-    for owner, saved in checkpoint.options().items():
-        if not owner.startswith(start):
-            continue
+    for owner, saved in checkpoint.options().get(part, {}).items():
         count = len(saved.get("params", [owner]))
         plain = {name: _plain(v) for name, v in sorted(saved.items()) if name not in _NO_OPTIONS}
         # Groups of an indexed layout stay separate, even if their options are the same.

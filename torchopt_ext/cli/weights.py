@@ -26,10 +26,10 @@ class Weights:
         self.source = source
         self.given = other is not None
         self._names: dict[tuple[str, str], str] = {}
-        for group, options in source.options().items():
-            part = f".{group}".rpartition(".param_groups.")[0][1:]
-            pairs = zip(options.get("params", ()), options.get("param_names", ()), strict=False)
-            self._names |= {(part, str(index)): name for index, name in pairs}
+        for part, groups in source.options().items():
+            for group in groups.values():
+                pairs = zip(group.get("params", ()), group.get("param_names", ()), strict=False)
+                self._names |= {(part, str(index)): name for index, name in pairs}
         self._model = other or source
         entries = map(self._model.entry, self._model.tensors)
         self._keys = [entry.key for entry in entries if entry.kind == WEIGHTS]

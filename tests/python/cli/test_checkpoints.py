@@ -424,7 +424,8 @@ def test_convert_replaces_only_when_told_to_and_whole(
     assert "also has notes: not replaced" in fails(*command, "--force")
     assert (tmp_path / "b" / "notes").read_text() == "mine"
     missing = tmp_path / "gone" / "c.pt"
-    assert "there is no folder" in fails("convert", tmp_path / "a.pt", missing)
+    for args in ([missing], [tmp_path / "c.pt", "--save-weights", missing]):
+        assert "there is no folder" in fails("convert", tmp_path / "a.pt", *args)
     for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # not writable for anybody
         assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
     assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
