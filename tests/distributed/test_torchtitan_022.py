@@ -6,38 +6,34 @@ first test that needs a run starts it, and all tests of this module share it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 
+from . import torchtitan_runs
 from .torchtitan_runs import (
     CROSSINGS,
+    OPTIONS,
+    SAVED,
+    STEPS,
     WEIGHTS_ALONE,
     Run,
-    read_checkpoint,
-    read_metrics,
+    assert_continues,
+    require_torchtitan,
+    slow,
     torchtitan_server,
 )
 
-try:
-    version = importlib.metadata.version("torchtitan")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("torchtitan is not installed", allow_module_level=True)
-if not version.startswith("0.2."):
-    pytest.skip(f"torchtitan {version} has another interface", allow_module_level=True)
+require_torchtitan("0.2.")
 
 pytestmark = pytest.mark.timeout(400)
 
 HERE = Path(__file__).parent / "torchtitan_cpu"
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_2"
-STEPS, SAVED = 10, 5
 # torch sums squares in float32, on the CPU sequentially: its norms are off by up to 2e-4, ours are
 # exact. The losses hardly differ, because Adam does not depend on the gradients' scale.
 NORM_TOLERANCE = 5e-4
@@ -58,12 +54,9 @@ KINDS = {
     "stock bf16": ("--training.dtype=bfloat16",),
     "masters": (*OURS, "--training.dtype=bfloat16", "--optimizer.master_weights=fp32"),
 }
-LAYOUTS = {  # processes, and options
-    "single": (1, ()),
-    "fsdp": (2, ()),
+LAYOUTS = torchtitan_runs.LAYOUTS | {
     "single accumulated": (1, ("--training.global_batch_size=4",)),
     "fsdp accumulated": (2, ("--training.global_batch_size=8",)),
-    "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
     "pp": (2, ("--parallelism.pipeline_parallel_degree=2",)),
     "pp interleaved": (
         2,
@@ -72,25 +65,10 @@ LAYOUTS = {  # processes, and options
             "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
         ),
     ),
-    "ddp": (
-        2,
-        (
-            "--parallelism.data_parallel_replicate_degree=2",
-            "--parallelism.data_parallel_shard_degree=1",
-        ),
-    ),
 }
-RUN_TIMEOUT = 180  # seconds; a run takes about 5 on an idle machine
 
 
-@dataclass
-class Runs:
-    """Starts runs under `folder`, each combination of arguments once."""
-
-    folder: Path
-    start: Callable[..., str]
-    done: dict[str, Run] = field(default_factory=dict)
-
+class Runs(torchtitan_runs.Runs):
     def get(
         self, layout: str, kind: str, resume: str = "", saved_in: str = "", without: str = ""
     ) -> Run:
@@ -104,21 +82,11 @@ class Runs:
         name = name.replace(" ", "-").replace(",", "")
         if name in self.done:
             return self.done[name]
-        folder = self.folder / name
-        if folder.exists():
-            pytest.fail(f"the run {name} failed in an earlier test")
-        checkpoints = folder / "checkpoint"
-        checkpoints.mkdir(parents=True)
-        if resume:
-            saved = self.get(saved_in or layout, resume).checkpoints / f"step-{SAVED}"
-            (checkpoints / saved.name).symlink_to(saved)
-        world_size, parallelism = LAYOUTS[layout]
-        options = [*self.options(folder), *parallelism, *KINDS[kind]]
-        if without:
-            options.append(f"--checkpoint.exclude_from_loading={without}")
+        before = self.get(saved_in or layout, resume) if resume else None
+        ranks, parallelism = LAYOUTS[layout]
+        options = [*self.options(self.folder / name), *parallelism, *KINDS[kind]]
         script = "torchtitan_cpu/train.py"
-        log = self.start(script, world_size, str(folder / "metrics"), *options, seconds=RUN_TIMEOUT)
-        metrics = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
+        metrics, checkpoints, log = self.train(name, script, ranks, options, before, without)
         for line, *others in zip(*(run.values() for run in metrics), strict=True):
             if layout.startswith("pp"):  # only the last stage knows the loss
                 line, *others = ({**each, "loss": 0, "max_loss": 0} for each in (line, *others))
@@ -127,22 +95,15 @@ class Runs:
         return self.done[name]
 
     def options(self, folder: Path) -> list[str]:
-        # The seed gives every run of one layout the same initial weights. No mixed
-        # precision: in bf16 a single other rounding moves the loss by more than 1e-5.
         return [
             f"--job.dump_folder={folder}",
             *["--model.name=llama3", "--model.flavor=debugmodel"],
             f"--model.hf_assets_path={self.folder / 'tokenizer'}",
             *["--training.dataset=c4_test", f"--training.dataset_path={self.folder / 'data'}"],
-            *["--training.seq_len=64", "--training.local_batch_size=2"],
-            *[f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"],
             *["--optimizer.implementation=fused", "--lr_scheduler.warmup_steps=2"],
             *["--checkpoint.enable", f"--checkpoint.interval={SAVED}"],
             "--checkpoint.no-last_save_model_only",
-            *["--metrics.log_freq=1", "--metrics.disable_color_printing"],
-            *["--debug.seed=0", "--debug.deterministic"],
-            *["--comm.init_timeout_seconds=120", "--comm.train_timeout_seconds=60"],
-            *["--comm.trace_buf_size=0", f"--training.max_norm={MAX_NORM}"],
+            *["--metrics.log_freq=1", f"--training.max_norm={MAX_NORM}", *OPTIONS],
         ]
 
 
@@ -150,10 +111,6 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
     with torchtitan_server(rank_server, "preload_022.py", tmp_path_factory) as (folder, start):
         yield Runs(folder, start)
-
-
-def slow(layout: str) -> Any:
-    return pytest.param(layout, marks=pytest.mark.slow)
 
 
 def assert_same_training(
@@ -180,11 +137,7 @@ def test_training_equals_stock(runs: Runs, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
 def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
-    def entries(kind: str) -> dict[str, Any]:
-        checkpoint = runs.get(layout, kind).checkpoints / f"step-{SAVED}"
-        return FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-
-    ours, stock = entries("ours"), entries("stock")
+    ours, stock = (runs.get(layout, kind).entries() for kind in ("ours", "stock"))
     assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in stock
     assert ours == stock  # names, dtypes, sizes, and the shards of each rank
 
@@ -196,12 +149,7 @@ def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
 
 def assert_resumes_exactly(runs: Runs, layout: str, kind: str) -> None:
     whole, resumed = runs.get(layout, kind), runs.get(layout, kind, resume=kind)
-    assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
-    expected, found = read_checkpoint(whole, STEPS), read_checkpoint(resumed, STEPS)
-    assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in expected
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert tensor.numpy().tobytes() == found[name].numpy().tobytes(), name
+    assert_continues(resumed, whole, "optimizer.state.layers.0.attention.wq.weight.exp_avg")
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
@@ -271,8 +219,7 @@ def test_master_weights_from_a_checkpoint_without(runs: Runs) -> None:
     stock = runs.get("single", "stock bf16")
     for step, line in resumed.metrics.items():
         assert abs(line["loss"] - stock.metrics[step]["loss"]) < 0.1  # without masters, bf16 rounds
-    saved = FileSystemReader(resumed.checkpoints / f"step-{STEPS}").read_metadata()
-    assert "optimizer.state.output.weight.master_weight" in saved.state_dict_metadata
+    assert "optimizer.state.output.weight.master_weight" in resumed.entries(STEPS)
 
 
 @pytest.mark.slow

@@ -6,66 +6,43 @@ The first test that needs a run starts it, and all tests of this module share it
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
+from . import torchtitan_runs
 from .torchtitan_runs import (
     CROSSINGS,
+    OPTIONS,
+    SAVED,
+    STEPS,
     WEIGHTS_ALONE,
     Run,
+    assert_continues,
     read_checkpoint,
-    read_metrics,
+    require_torchtitan,
+    slow,
     torchtitan_server,
 )
 
-try:
-    version = importlib.metadata.version("torchtitan")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("torchtitan is not installed", allow_module_level=True)
-if not version.startswith("0.3."):
-    pytest.skip(f"torchtitan {version} has another interface", allow_module_level=True)
+require_torchtitan("0.3.")
 
 pytestmark = pytest.mark.timeout(400)
 
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_3"
-STEPS, SAVED = 10, 5
 PIPELINE = (
     "--parallelism.pipeline_parallel_degree=2",
     "--parallelism.pipeline_parallel_schedule=1F1B",
     "--training.disable_cuda_graphs",
 )
-LAYOUTS = {  # processes, and options
-    "single": (1, ()),
-    "fsdp": (2, ()),
-    "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
-    "ddp": (
-        2,
-        (
-            "--parallelism.data_parallel_replicate_degree=2",
-            "--parallelism.data_parallel_shard_degree=1",
-        ),
-    ),
-    "pp": (2, PIPELINE),
-}
-RUN_TIMEOUT = 180  # seconds; a run takes about 5 on an idle machine
+LAYOUTS = torchtitan_runs.LAYOUTS | {"pp": (2, PIPELINE)}
 
 
-@dataclass
-class Runs:
-    """Starts runs under `folder`, each combination of arguments once."""
-
-    folder: Path
-    start: Callable[..., str]
-    done: dict[str, Run] = field(default_factory=dict)
-
+class Runs(torchtitan_runs.Runs):
     def get(
         self,
         layout: str,
@@ -90,25 +67,13 @@ class Runs:
         name += f"-from-{resume.checkpoints.parent.name}{without}" if resume else ""
         if name in self.done:
             return self.done[name]
-        folder = self.folder / name
-        if folder.exists():
-            pytest.fail(f"the run {name} failed in an earlier test")
-        checkpoints = folder / "checkpoint"
-        checkpoints.mkdir(parents=True)
-        if resume:
-            saved = resume.checkpoints / f"step-{SAVED}"
-            (checkpoints / saved.name).symlink_to(saved)
-        world_size, parallelism = LAYOUTS[layout]
-        options = [*self.options(folder, config), *parallelism]
+        ranks, parallelism = LAYOUTS[layout]
+        options = [*self.options(self.folder / name, config), *parallelism]
         if ours:
             optimizers = f"{INTEGRATION}.optimizers" + (f"={json.dumps(fields)}" if fields else "")
             options += ["--override.imports", optimizers, f"{INTEGRATION}.lr_schedulers"]
-        if without:
-            options.append(f"--checkpoint.exclude_from_loading={without}")
-        metrics = folder / "metrics"
         script = "torchtitan_cpu/train_030.py"
-        log = self.start(script, world_size, str(metrics), *options, seconds=RUN_TIMEOUT)
-        lines = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(world_size)]
+        lines, checkpoints, log = self.train(name, script, ranks, options, resume or None, without)
         if layout == "pp":
             lines = lines[-1:]  # the first stage logs a loss of -1
         assert all(other == lines[0] for other in lines), f"{name}: ranks disagree"
@@ -116,35 +81,19 @@ class Runs:
         return self.done[name]
 
     def options(self, folder: Path, config: str) -> list[str]:
-        # The seed gives every run of one layout the same initial weights. No mixed
-        # precision: in bf16 a single other rounding moves the loss by more than 1e-5.
         return [
             *["--module=configs_030", f"--config={config}", f"--dump_folder={folder}"],
             f"--hf_assets_path={self.folder / 'tokenizer'}",
             f"--dataloader.dataset_path={self.folder / 'data'}",
-            *["--training.seq_len=64", "--training.local_batch_size=2"],
-            *[f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"],
             *["--checkpoint.enable", f"--checkpoint.interval={SAVED}"],
-            *["--metrics.disable_color_printing", "--validator.no-enable"],
-            *["--debug.seed=0", "--debug.deterministic", "--debug.no-enable_structured_logging"],
-            *["--comm.init_timeout_seconds=120", "--comm.train_timeout_seconds=60"],
-            "--comm.trace_buf_size=0",
+            *["--validator.no-enable", "--debug.no-enable_structured_logging", *OPTIONS],
         ]
-
-
-def entries(run: Run) -> dict[str, Any]:
-    """Returns names, dtypes and sizes in a checkpoint, and the shards of each rank."""
-    return FileSystemReader(run.checkpoints / f"step-{SAVED}").read_metadata().state_dict_metadata
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
     with torchtitan_server(rank_server, "preload_030.py", tmp_path_factory) as (folder, start):
         yield Runs(folder, start)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def assert_same_training(
@@ -179,12 +128,12 @@ def test_groups_of_two_optimizers_train_as_stock(runs: Runs, layout: str) -> Non
     ]
     assert len(ours.metrics[1]["lrs"]) == 3
     assert_same_training(ours, stock)
-    assert entries(ours) == entries(stock)
+    assert ours.entries() == stock.entries()
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
 def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
-    ours, stock = entries(runs.get(layout, ours=True)), entries(runs.get(layout, ours=False))
+    ours, stock = (runs.get(layout, of).entries() for of in (True, False))
     assert "optimizer.state.layers.0.attention.wo.weight.exp_avg" in stock
     assert {name for name in stock if name.startswith("lr_")} == {"lr_scheduler.last_epoch"}
     assert ours == stock
@@ -192,14 +141,8 @@ def test_checkpoint_has_stock_keys(runs: Runs, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp", slow("tp"), slow("pp")])
 def test_resume_repeats_every_digit(runs: Runs, layout: str) -> None:
-    whole = runs.get(layout, ours=True)
-    resumed = runs.get(layout, ours=True, resume="ours")
-    assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
-    expected, found = read_checkpoint(whole, STEPS), read_checkpoint(resumed, STEPS)
-    assert "optimizer.state.layers.0.attention.wo.weight.exp_avg" in expected
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert tensor.numpy().tobytes() == found[name].numpy().tobytes(), name
+    whole, resumed = (runs.get(layout, ours=True, resume=saved) for saved in ("", "ours"))
+    assert_continues(resumed, whole, "optimizer.state.layers.0.attention.wo.weight.exp_avg")
 
 
 @pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
@@ -243,7 +186,7 @@ def test_master_weights_join_a_running_job(runs: Runs) -> None:
     assert list(joined.metrics) == list(range(SAVED + 1, STEPS + 1))
     assert joined.metrics[SAVED + 1]["loss"] == stock.metrics[SAVED + 1]["loss"]
     whole = runs.get("fsdp", ours=True, **masters)
-    assert "optimizer.state.norm.weight.master_weight" in entries(whole)
+    assert "optimizer.state.norm.weight.master_weight" in whole.entries()
     resumed = runs.get("fsdp", ours=True, resume=whole, **masters)
     assert resumed.metrics == {s: whole.metrics[s] for s in range(SAVED + 1, STEPS + 1)}
     back = runs.get("fsdp", ours=False, resume=whole, config="bf16")

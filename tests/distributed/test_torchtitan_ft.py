@@ -5,7 +5,6 @@ Every run is ten steps of the llama3 debug model in two groups of processes, fro
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 import time
@@ -18,18 +17,13 @@ import pytest
 import torch
 
 from .replica_groups import Groups, assert_same_bits, replica_groups
-from .torchtitan_runs import read_metrics
+from .torchtitan_runs import OPTIONS, STEPS, read_metrics, require_torchtitan
 
 pytest.importorskip("torchft")
-try:
-    version = importlib.metadata.version("torchtitan")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("torchtitan is not installed", allow_module_level=True)
-
+version = require_torchtitan("0.2.", "0.3.")
 pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent / "torchtitan_cpu"
-STEPS = 10
 RUN_TIMEOUT = 240  # seconds; a run takes about 20 on an idle machine
 
 
@@ -95,8 +89,6 @@ VERSIONS = {
         ranks=1,
     ),
 }
-if version[:3] not in VERSIONS:
-    pytest.skip(f"torchtitan {version} has another interface", allow_module_level=True)
 TITAN = VERSIONS[version[:3]]
 
 
@@ -114,11 +106,7 @@ def start(
     command = [
         *[sys.executable, str(HERE / TITAN.script)],
         *TITAN.options(assets, run.folder / str(group)),
-        *["--training.seq_len=64", "--training.local_batch_size=2"],
-        *[f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"],
-        *["--training.max_norm=0.1", "--metrics.disable_color_printing"],
-        *["--debug.seed=0", "--debug.deterministic", "--comm.trace_buf_size=0"],
-        *["--comm.init_timeout_seconds=120", "--comm.train_timeout_seconds=60"],
+        *[*OPTIONS, "--training.max_norm=0.1"],
         *["--checkpoint.no-enable_ft_dataloader_checkpoints", "--fault_tolerance.enable"],
         *[f"--fault_tolerance.replica_id={group}", "--fault_tolerance.group_size=2", *options],
     ]
