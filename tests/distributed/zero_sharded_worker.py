@@ -7,6 +7,7 @@ way to reduce must end with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def outcome(model: Model, optimizer: Any, norms: list[float]) -> dict[str, Any]:
     }
 
 
-def build(model: Model, held: str, partition: str, **further: Any) -> Any:
+def build(model: Model, held: str, partition: str, how: str = "averaged") -> Any:
     kwargs = settings(held)[1]
     groups: list[dict[str, Any]] = [
         {"params": list(model.weights)[:4], "weight_decay": 0.1},
@@ -104,16 +105,15 @@ def build(model: Model, held: str, partition: str, **further: Any) -> Any:
     if partition == "none":
         return FusedAdamW(groups, **kwargs)
     if partition == "balanced":
-        further["bucket_elements"] = 1 << 12
-    return ZeroRedundancyOptimizer(groups, FusedAdamW, partition=partition, **further, **kwargs)
+        kwargs |= {"bucket_elements": 1 << 12, "sharded_gradients": how == "sharded"}
+    return ZeroRedundancyOptimizer(groups, FusedAdamW, partition=partition, **kwargs)
 
 
 def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
     """Trains with gradients averaged by ``how``. "gathered" gathers parameters as on NCCL."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model(settings(held)[0])
-    further = {"sharded_gradients": True} if how == "sharded" else {}
-    optimizer = build(model, held, partition, **further)
+    optimizer = build(model, held, partition, how)
     if how == "gathered":
         optimizer.partition.gathers = True  # as on NCCL
     run: Any = model
@@ -142,8 +142,7 @@ def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     model.weights[1].requires_grad_(False)
-    further = {"sharded_gradients": True} if how == "sharded" else {}
-    optimizer = build(model, "fp32", partition, **further)
+    optimizer = build(model, "fp32", partition, how)
     norms = []
     for step in range(STEPS):
         if step == 2:
@@ -165,8 +164,7 @@ def scaled(partition: str, how: str) -> dict[str, Any]:
     """Trains under our scaler. Its scale is a power of two and backs off after the overflow."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
-    further = {"sharded_gradients": True} if how == "sharded" else {}
-    optimizer = build(model, "fp32", partition, **further)
+    optimizer = build(model, "fp32", partition, how)
     run: Any = model
     if how == "hook":
         run = DDP(model)
@@ -201,7 +199,7 @@ def unused_on_one_rank() -> dict[str, Any]:
     """Steps with a parameter that only the last rank uses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
-    optimizer = build(model, "fp32", "balanced", sharded_gradients=True)
+    optimizer = build(model, "fp32", "balanced", "sharded")
     grads = gradients(model, 0, rank, size)
     if rank != size - 1:
         grads[2] = None
@@ -265,43 +263,28 @@ def shares() -> dict[str, Any]:
     }
 
 
+WAYS = {
+    "none": ("averaged",),
+    "greedy": ("averaged", "ddp"),
+    "balanced": ("averaged", "gathered", "ddp", "hook", "sharded"),
+}
+
+
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for held in ("fp32", "master", "remainder", "stochastic", "int8"):
-        for partition, how in (
-            ("none", "averaged"),
-            ("greedy", "averaged"),
-            ("greedy", "ddp"),
-            ("balanced", "averaged"),
-            ("balanced", "gathered"),
-            ("balanced", "ddp"),
-            ("balanced", "hook"),
-            ("balanced", "sharded"),
-        ):
-            found[f"{held}: {partition}, {how}"] = lambda h=held, p=partition, w=how: train(h, p, w)
-    found["twice: none, averaged"] = lambda: train("fp32", "none", passes=2)
-    found["twice: balanced, sharded"] = lambda: train("fp32", "balanced", "sharded", passes=2)
-    for partition, how in (
-        ("none", "averaged"),
-        ("greedy", "averaged"),
-        ("balanced", "averaged"),
-        ("balanced", "sharded"),
-    ):
-        found[f"frozen: {partition}, {how}"] = lambda p=partition, w=how: frozen_and_unused(p, w)
-    found["twice: balanced, hook"] = lambda: train("fp32", "balanced", "hook", passes=2)
-    for partition, how in (
-        ("none", "averaged"),
-        ("greedy", "averaged"),
-        ("balanced", "averaged"),
-        ("balanced", "hook"),
-        ("balanced", "sharded"),
-    ):
-        found[f"scaled: {partition}, {how}"] = lambda p=partition, w=how: scaled(p, w)
-    found["unused on one rank"] = unused_on_one_rank
-    found["lazily"] = lazily
-    for partition in ("none", "greedy", "balanced"):
-        found[f"complex: {partition}"] = lambda p=partition: complex_norms(p)
-    found["shares"] = shares
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "unused on one rank": unused_on_one_rank, "lazily": lazily, "shares": shares
+    }  # fmt: skip
+    for partition, ways in WAYS.items():
+        found[f"complex: {partition}"] = partial(complex_norms, partition)
+        for how in ways:
+            way = f"{partition}, {how}"
+            for held in ("fp32", "master", "remainder", "stochastic", "int8"):
+                found[f"{held}: {way}"] = partial(train, held, partition, how)
+            if how in ("averaged", "sharded"):
+                found[f"frozen: {way}"] = partial(frozen_and_unused, partition, how)
+            if how in ("averaged", "sharded", "hook"):
+                found[f"scaled: {way}"] = partial(scaled, partition, how)
+                found[f"twice: {way}"] = partial(train, "fp32", partition, how, passes=2)
     return found
 
 
