@@ -16,6 +16,9 @@ NormPart: TypeAlias = tuple[torch.device, NormKey]
 """What parameters have in common whose squares are summed together."""
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def params_of(*optimizers: Any) -> list[Any]:
     """Returns all parameters of optimizers, in the order of their groups."""
     return [
@@ -29,9 +32,11 @@ def local_tensor(tensor: Any) -> Any:
     torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
     same shape and dtype, which their operators update. Any other subclass is returned unchanged.
     """
+    if type(tensor) in _PLAIN:
+        return tensor
     if is_dtensor(tensor):
-        tensor = local_shard(tensor)
-    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return local_tensor(local_shard(tensor))
+    if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
     inner = inner_tensors(tensor).values()
     fitting = [t for t in inner if t.shape == tensor.shape and t.dtype == tensor.dtype]
@@ -81,8 +86,9 @@ SHARDS_ELSEWHERE = (
 
 def is_flattened(param: Any) -> bool:
     """Returns whether FullyShardedDataParallel (FSDP1) of several ranks made a parameter flat."""
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return is_flat(param) and ranks and torch.distributed.get_world_size() > 1
+    if not (is_flat(param) and torch.distributed.is_available()):
+        return False
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def norm_key(param: Tensor) -> NormKey:

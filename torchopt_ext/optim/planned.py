@@ -89,7 +89,7 @@ class PlannedStep(Controlled, Optimizer):
         chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
         for _, name, param in chosen:
             self._check_param(param, name)
-            param_state.reject_incomplete(f"parameter {name!r}", self.state.get(param, {}))
+            param_state.reject_incomplete(name, self.state.get(param, {}))
         entries = [(group, param, self.state[param]) for group, _, param in chosen]
         param_state.init_param_states(entries, self._storage)
         self._mark_control()

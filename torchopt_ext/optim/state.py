@@ -18,7 +18,7 @@ from torchopt_ext.optim.local import (
     params_of,
     part_of,
 )
-from torchopt_ext.optim.quantized import SCALES, quantized_problem, scales_like
+from torchopt_ext.optim.quantized import CODES, SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
@@ -46,16 +46,22 @@ def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
     return MOMENTS if group["amsgrad"] else MOMENTS[:2]
 
 
-def reject_incomplete(what: str, state: Mapping[str, Any]) -> None:
+def reject_incomplete(what: str | int, state: Mapping[str, Any]) -> None:
     """Rejects a state that has a step count and lacks a moment, or has codes and lacks scales.
 
     Raises:
         ValueError: an entry is missing; the message names the parameter.
     """
-    needed = (*MOMENTS[:2], *SCALES) if has_codes(state) else MOMENTS[:2]
-    for name in needed if "step" in state else ():
-        if name not in state:
-            raise ValueError(f"{what} has a step count and no {name} in the optimizer's state")
+    if "step" in state:
+        for name in (*MOMENTS[:2], *SCALES) if has_codes(state) else MOMENTS[:2]:
+            _entry(name, state, what)
+
+
+def _entry(name: str, state: Mapping[str, Any], what: str | int) -> Any:
+    """Returns an entry of a state that has a step count; raises ValueError if it is missing."""
+    if name not in state:
+        raise ValueError(f"{_called(what)} has a step count and no {name} in the optimizer's state")
+    return state[name]
 
 
 def init_param_states(
@@ -66,39 +72,44 @@ def init_param_states(
     Moments of small parameters on the host lie one after the other, so the processor's prefetcher
     goes on to the next. This saves a seventh of the step over 2,000 tensors of 1,000 elements.
     """
+    new: dict[torch.device, list[dict[str, Any]]] = {}
     for _, param, state in entries:
         if "step" not in state:
-            device = local_tensor(param).device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    for moment in MOMENTS:
-        small: dict[torch.dtype, list[tuple[Tensor, dict[str, Any]]]] = {}
-        for group, param, state in entries:
-            if moment in moments_of(group) and moment not in state:
+            new.setdefault(local_tensor(param).device, []).append(state)
+    for device, states in new.items():
+        steps = torch.zeros(len(states), dtype=torch.float32, device=device)
+        for state, step in zip(states, steps.unbind(), strict=True):
+            state["step"] = step
+    small: dict[tuple[str, torch.dtype], list[tuple[Tensor, dict[str, Any]]]] = {}
+    for group, param, state in entries:
+        lies_with_others = _lies_with_others(param)
+        for moment in moments_of(group):
+            if moment not in state:
                 dtype = storage.moment_dtype(param, moment)
-                if _lies_with_others(param):
-                    small.setdefault(dtype, []).append((local_tensor(param).detach(), state))
+                if lies_with_others:
+                    small.setdefault((moment, dtype), []).append((local_tensor(param), state))
                 else:
                     state[moment] = torch.zeros_like(param, dtype=dtype)
-        for dtype, members in small.items():
-            # A step changes all of them, so with one version counter it counts the change once.
-            made = carve([like for like, _ in members], dtype, one_version=True)
-            torch._foreach_zero_(made)
-            for (_, state), tensor in zip(members, made, strict=True):
-                state[moment] = tensor
+    for (moment, dtype), members in small.items():
+        # A step changes all of them, so with one version counter it counts the change once.
+        made = carve([like for like, _ in members], dtype, one_version=True)
+        torch._foreach_zero_(made)
+        for (_, state), tensor in zip(members, made, strict=True):
+            state[moment] = tensor
     for _, param, state in entries:
-        if has_codes(state) and not SCALES.keys() & state.keys():
+        if storage.quantizes(param) and has_codes(state) and SCALES.keys().isdisjoint(state):
             state.update({scale: scales_like(param) for scale in SCALES})
-        if not MASTERS.keys() & state.keys():
+        if MASTERS.keys().isdisjoint(state):
             fit_master(param, state, storage)
 
 
-def _called(name: str, position: int) -> str:
-    return repr(name) if name else f"parameter {position}"
+def _called(what: str | int) -> str:
+    return repr(what) if isinstance(what, str) else f"parameter {what}"
 
 
 def _lies_with_others(param: Tensor) -> bool:
     plain = not is_dtensor(param) and param.device.type == "cpu"
-    dense = plain and torch.ops.aten.is_non_overlapping_and_dense(param)
+    dense = plain and (param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param))
     return bool(dense and 0 < param.numel() <= SMALL)
 
 
@@ -113,14 +124,26 @@ def _fit_step(step: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(step, dtype=torch.float32, device=device).detach().reshape(())
 
 
-def _fit(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fits an entry to the parameter's device and storage order, and to ``dtype``; may copy it."""
+def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int) -> Tensor:
+    """Fits an entry to the parameter's device and storage order, and to ``storage``; may copy it.
+
+    Raises:
+        ValueError: the entry does not fit; the message names it.
+    """
+    coded = name in (*CODES, *SCALES) and storage.quantizes(param)
+    if found := (
+        quantized_problem(name, value, param)
+        if coded
+        else tensor_problem(value, param, MASTERS.get(name))
+    ):
+        raise ValueError(f"{name} of {_called(what)} {found}")
     local, like = local_tensor(value), local_tensor(param)
-    dense = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
-    same = local.device == like.device and local.stride() == dense.stride()
-    if same and local.dtype == dtype:
+    fixed = name in MOMENTS and storage.fixes_moment_dtype
+    dtype = storage.moment_dtype(param, name) if fixed else local.dtype
+    placed = local.is_contiguous() if name in SCALES else local.stride() == like.stride()
+    if placed and local.device == like.device and local.dtype == dtype:
         return value
-    fitted = torch.zeros_like(param, dtype=dtype)
+    fitted = scales_like(param) if name in SCALES else torch.zeros_like(param, dtype=dtype)
     local_tensor(fitted).copy_(local)
     return fitted
 
@@ -130,8 +153,10 @@ def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
 
     Entries that do not fit stay, so that a later check names them.
     """
+    if storage.state_dtype != torch.int8:
+        return
     quantizes = storage.quantizes(param)
-    if storage.state_dtype != torch.int8 or has_codes(state) == quantizes:
+    if has_codes(state) == quantizes:
         return
     moments = {name: state.get(name) for name in MOMENTS[:2]}
     if quantizes:
@@ -145,42 +170,36 @@ def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
 
 
 def _fit_state(
-    group: dict[str, Any], param: Tensor, state: dict[str, Any], storage: Storage, what: str
-) -> None:
+    group: dict[str, Any], param: Tensor, state: dict[str, Any], storage: Storage, what: str | int
+) -> list[Tensor | None]:
     """Replaces entries that the plan cannot use as they are.
+
+    Returns:
+        Moments, master and scales in the order of csrc/kernels/tensor_work.h; None for no entry.
 
     Raises:
         ValueError: an entry does not fit; the message names it.
     """
     fit_master(param, state, storage)
-    state["step"] = _fit_step(state["step"], local_tensor(param).device)
-    quantized = _fit_quantized(group, param, state, what) if storage.quantizes(param) else ()
-    for name in (*moments_of(group), *(MASTERS.keys() & state.keys())):
-        if name in quantized:
+    like = local_tensor(param)
+    layout = like.device, like.layout, like.shape, like.stride()
+    state["step"] = _fit_step(state["step"], like.device)
+    scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
+    held: list[Tensor | None] = []
+    for name in (*MOMENTS, storage.master_of(param), *scales):
+        if name is None or (name == MOMENTS[2] and not group["amsgrad"]):
+            held.append(None)
             continue
-        if found := tensor_problem(state[name], param, MASTERS.get(name)):
-            raise ValueError(f"{name} of {what} {found}")
-        kept = storage.moment_dtype(param) if storage.fixes_moment_dtype else state[name].dtype
-        state[name] = _fit(state[name], param, MASTERS.get(name, kept))
-
-
-def _fit_quantized(
-    group: dict[str, Any], param: Tensor, state: dict[str, Any], what: str
-) -> tuple[str, ...]:
-    """Replaces codes and scales that the plan cannot use; returns the moments' names."""
-    moments = moments_of(group)
-    for name in (*moments, *SCALES):
-        if found := quantized_problem(name, state.get(name), param):
-            raise ValueError(f"{name} of {what} {found}")
-    for name in moments:
-        state[name] = _fit(state[name], param, state[name].dtype)
-    for name in SCALES:
-        scale = local_tensor(state[name])
-        if scale.device != local_tensor(param).device or not scale.is_contiguous():
-            fitted = scales_like(param)
-            local_tensor(fitted).copy_(scale)
-            state[name] = fitted
-    return moments
+        value = _entry(name, state, what)
+        if (
+            type(value) is not Tensor
+            or like is not param
+            or value.dtype != (MASTERS.get(name) or storage.moment_dtype(param, name))
+            or (value.device, value.layout, value.shape, value.stride()) != layout
+        ):
+            value = state[name] = _fit(name, value, param, storage, what)
+        held.append(local_tensor(value))
+    return held
 
 
 @dataclass(frozen=True)
@@ -226,42 +245,44 @@ def build_plan(
         RuntimeError: csrc/plan/step_plan.h rejects a tensor.
     """
     stepped, idle = [], []
-    first = optimizer.first_parameter_number
-    for number, (index, group, name, param) in enumerate(named_group_params(optimizer), first):
+    for position, (index, group, name, param) in enumerate(named_group_params(optimizer)):
         if state := optimizer.state.get(param):
-            stepped.append((number, index, group, name, param, state))
+            stepped.append((position, index, group, name, param, state))
         else:
             idle.append(param)
-    for number, _, group, name, param, state in stepped:
-        what = _called(name, number - first)
-        reject_incomplete(what, state)
+    lacking = []
+    for position, _, group, name, param, state in stepped:
         if group["amsgrad"] and storage.quantizes(param):
+            what = _called(name or position)
             raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
         _fit_kind(param, state, storage)
-    init_param_states([(group, param, state) for _, _, group, _, param, state in stepped], storage)
+        if "step" not in state or (group["amsgrad"] and MOMENTS[2] not in state):
+            reject_incomplete(name or position, state)
+            lacking.append((group, param, state))
+    init_param_states(lacking, storage)
+    held = []
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
-    for number, _, group, name, param, state in stepped:
-        _fit_state(group, param, state, storage, _called(name, number - first))
+    for position, _, group, name, param, state in stepped:
+        held.append(_fit_state(group, param, state, storage, name or position))
         by_device.setdefault(local_tensor(param).device, []).append(state)
     for states in by_device.values():
         packed_steps(states)
     parts = norm_parts(optimizer)
+    first = optimizer.first_parameter_number
+    counted = options.stochastic_rounding or options.track
     rows: list[tuple[Any, ...]] = []
-    for number, index, group, name, param, state in stepped:
-        local, master = local_tensor(param), storage.master_of(param)
-        held = [moment if moment in moments_of(group) else None for moment in MOMENTS]
-        scales = SCALES if storage.quantizes(param) else [None] * len(SCALES)
-        tensors = [entry and local_tensor(state[entry]) for entry in (*held, master, *scales)]
-        weight, copy = local, getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
+    for tensors, (position, index, _, name, param, state) in zip(held, stepped, strict=True):
+        weight = local = local_tensor(param)
+        copy = getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
         if copy is not None:
-            weight, tensors[len(held)] = copy, local
+            weight, tensors[len(MOMENTS)] = copy, local
         place = optimizer.parameter_places.get(param)
         if place is None:
-            counted = options.stochastic_rounding or options.track
+            number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
         arrays = (weight, *tensors, state["step"])
-        rows.append((param, arrays, index, name, number - first, part, place, copy is not None))
+        rows.append((param, arrays, index, name, position, part, place, copy is not None))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
@@ -271,5 +292,5 @@ def build_plan(
         functools.partial(local_gradients, written=options.write_back_gradients),
         **vars(options),
     )
-    named = [(name or str(number - first), param) for number, _, _, name, param, _ in stepped]
+    named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
     return plan, list(parts), named

@@ -101,9 +101,9 @@ def param_problem(param: Any) -> str | None:
     """
     if torch.nn.parameter.is_lazy(param):
         return None  # its first forward gives it a shape
-    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
-        return f"has placements {param.placements}, with which no rank has its value"
     local = local_tensor(param)
+    if local is not param and is_dtensor(param) and any(p.is_partial() for p in param.placements):
+        return f"has placements {param.placements}, with which no rank has its value"
     if inner := inner_tensors(local):
         held = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in inner.items())
         return (

@@ -22,6 +22,7 @@ from torchopt_ext.optim.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
 """Elements that are in memory as float32 at once, at least one row."""
+_DTYPES = frozenset(CODES.values())
 _ANY_SCALE = tuple(f"{name}_scale" for name in CODES)
 """How the names of scales begin, in every version of the format."""
 _CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
@@ -30,9 +31,8 @@ _CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
     """Returns whether a parameter's saved state has 8-bit moments."""
-    found = [entry.get(name) for name in CODES]
-    coded = any(isinstance(c, Tensor) and c.dtype in CODES.values() for c in found)
-    return coded or bool(SCALES.keys() & entry.keys())
+    found = (getattr(entry.get(name), "dtype", None) for name in CODES)
+    return not (_DTYPES.isdisjoint(found) and SCALES.keys().isdisjoint(entry))
 
 
 def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:
