@@ -68,7 +68,7 @@ def parser() -> Parser:
         --params 1e8 --dtype bfloat16 --master-weights fp32 --json
         """,
     )
-    add_source(made, required=False)
+    add_source(made)
     made.add_argument(
         "--master-weights",
         choices=tuple(MASTER_WEIGHTS),

@@ -58,7 +58,7 @@ def parser() -> Parser:
     made.add_argument(
         "file", nargs="?", help="a safetensors file, or the index of several; only headers are read"
     )
-    add_source(made, required=False)
+    add_source(made)
     made.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
     made.add_argument(
         "--sharding", choices=SHARDINGS, default="zero1", help="plan whose ranks are listed (zero1)"

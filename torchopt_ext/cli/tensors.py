@@ -50,9 +50,9 @@ class Entry(NamedTuple):
     embedding: bool = False
 
 
-def add_source(parser: Parser, *, required: bool) -> None:
+def add_source(parser: Parser) -> None:
     """Adds the options that select the tensors."""
-    source = parser.add_mutually_exclusive_group(required=required)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",

@@ -229,7 +229,11 @@ class CheckpointManager:
             raise ValueError(f"the model has {both}, which are keys of other entries")
         if contents == "model" and exported and self._export_dtype:
             model = states_of.converted(model, self._export_dtype)
-        state = {name: states_of.model_entry(value, name) for name, value in model.items()}
+        # What get_extra_state returns may have other items in the model that loads it.
+        state = {
+            name: value if torch.is_tensor(value) else saved_values.undivided(value, name)
+            for name, value in model.items()
+        }
         for key, owner in rest.items():
             try:
                 own = owner.state_dict()

@@ -19,7 +19,7 @@ from torchopt_ext._torch import set_element
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.parallel_dims import ParallelDims
-from torchopt_ext.trainer.saved_values import one_entry, packed, restored, undivided, unpacked
+from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked
 
 
 class ModelState:
@@ -66,17 +66,6 @@ def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None
     for part in model_parts:
         own = {name: restored(state[name]) for name in get_model_state_dict(part)}
         set_model_state_dict(part, own, options=StateDictOptions(strict=False))
-
-
-def model_entry(value: Any, name: str) -> Any:
-    """Returns an entry of a model's state for DCP. A value that is not a tensor stays one entry.
-
-    get_extra_state returns such values. The model that loads one may have other items in it.
-
-    Raises:
-        TypeError: A part of the value could not be loaded again. The message names the part.
-    """
-    return value if torch.is_tensor(value) else undivided(value, name)
 
 
 def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:

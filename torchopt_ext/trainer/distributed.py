@@ -110,7 +110,7 @@ def _record_collectives(job_config: JobConfig) -> None:
 
 
 def set_determinism(
-    world_mesh: DeviceMesh | None,
+    world_mesh: DeviceMesh,
     device: torch.device,
     seed: int | None = None,
     deterministic: bool = False,
@@ -118,7 +118,7 @@ def set_determinism(
     """Seeds all ranks with the same seed, to which each pipeline stage adds its index.
 
     Args:
-        world_mesh: the mesh of all ranks; None: one process.
+        world_mesh: the mesh of all ranks.
         device: the rank's device.
         seed: the first stage's seed; None: rank 0's current seed.
         deterministic: whether torch uses deterministic algorithms only.
@@ -131,18 +131,17 @@ def set_determinism(
     if seed is None:
         # Shifted to int64, which NCCL sends: a seed has 64 bits without sign.
         shared = torch.tensor(torch.initial_seed() - (1 << 63), device=device)
-        if world_mesh is not None:
-            dist.broadcast(shared, src=0)
+        dist.broadcast(shared, src=0)
         seed = int(shared.item()) + (1 << 63)
-    if world_mesh is not None and "pp" in (world_mesh.mesh_dim_names or ()):
+    names = world_mesh.mesh_dim_names or ()
+    if "pp" in names:
         seed += world_mesh.get_local_rank("pp")
     seed %= 1 << 64
     seed_generators(seed)
     os.environ["PYTHONHASHSEED"] = str(seed % (1 << 32))  # for child processes
-    if world_mesh is not None and device.type != "cpu":
-        same = tuple(name for name in world_mesh.mesh_dim_names or () if name != "pp")
-        if same:
-            _torch.seed_dtensors(seed, world_mesh[same])
+    same = tuple(name for name in names if name != "pp")
+    if same and device.type != "cpu":
+        _torch.seed_dtensors(seed, world_mesh[same])
 
 
 def seed_generators(seed: int) -> None:

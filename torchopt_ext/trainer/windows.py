@@ -7,21 +7,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 Batch = tuple[dict[str, Tensor], Tensor]
-
-
-class Tokens(Protocol):
-    """A long sequence of tokens: a 1-dim tensor of integers, or an object that reads pieces."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, span: slice, /) -> Tensor: ...
 
 
 class TokenWindows(Dataset[Tensor]):
@@ -32,7 +23,7 @@ class TokenWindows(Dataset[Tensor]):
         seq_len: number of inputs in a sample.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+    def __init__(self, tokens: "Tensor | FileBytes", seq_len: int) -> None:
         self._tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:

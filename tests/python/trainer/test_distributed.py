@@ -97,13 +97,12 @@ def test_seeds(alone: ParallelDims, seed: int, monkeypatch: pytest.MonkeyPatch) 
     drawn, others = torch.rand(3), generator_states()
     assert torch.initial_seed() == seed
     assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
-    for same in (mesh, None):  # the seed of rank 0 applies unchanged
-        torch.manual_seed(seed)
-        random.random()
-        distributed.set_determinism(same, torch.device("cpu"))
-        assert torch.equal(torch.rand(3), drawn)
-        now = generator_states()
-        assert all(now[name] == others[name] for name in others if name != "cpu")
+    torch.manual_seed(seed)  # the seed of rank 0 applies unchanged
+    random.random()
+    distributed.set_determinism(mesh, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), drawn)
+    now = generator_states()
+    assert all(now[name] == others[name] for name in others if name != "cpu")
 
 
 class Event:
@@ -138,13 +137,14 @@ def test_no_host_is_past_the_step_after_which_all_stop(
     assert other.last_step(3) == last
 
 
-def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic(alone: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")
+    mesh = alone.build_mesh("cpu")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     try:
-        distributed.set_determinism(None, torch.device("cpu"), 1, deterministic=True)
+        distributed.set_determinism(mesh, torch.device("cpu"), 1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
