@@ -69,9 +69,13 @@ def init_param_states(
 ) -> None:
     """Adds what states lack, given with group and parameter: step 0, zero moments, scales, master.
 
+    If this raises, for example because memory is short, no state has changed.
+
     Moments of small parameters on the host lie one after the other, so the processor's prefetcher
     goes on to the next. This saves a seventh of the step over 2,000 tensors of 1,000 elements.
     """
+    given = [state for _, _, state in entries]
+    entries = [(group, param, state.copy()) for group, param, state in entries]
     new: dict[torch.device, list[dict[str, Any]]] = {}
     for _, param, state in entries:
         if "step" not in state:
@@ -101,6 +105,8 @@ def init_param_states(
             state.update({scale: scales_like(param) for scale in SCALES})
         if MASTERS.keys().isdisjoint(state):
             fit_master(param, state, storage)
+    for state, (_, _, complete) in zip(given, entries, strict=True):
+        state.update(complete)
 
 
 def _called(what: str | int) -> str:
@@ -108,9 +114,9 @@ def _called(what: str | int) -> str:
 
 
 def _lies_with_others(param: Tensor) -> bool:
-    plain = not is_dtensor(param) and param.device.type == "cpu"
-    dense = plain and (param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param))
-    return bool(dense and 0 < param.numel() <= SMALL)
+    if not param.is_cpu or is_dtensor(param) or not 0 < param.numel() <= SMALL:
+        return False
+    return param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param)
 
 
 def _fit_step(step: Any, device: torch.device) -> Tensor:
@@ -153,8 +159,6 @@ def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
 
     Entries that do not fit stay, so that a later check names them.
     """
-    if storage.state_dtype != torch.int8:
-        return
     quantizes = storage.quantizes(param)
     if has_codes(state) == quantizes:
         return
@@ -182,7 +186,7 @@ def _fit_state(
     """
     fit_master(param, state, storage)
     like = local_tensor(param)
-    layout = like.device, like.layout, like.shape, like.stride()
+    placing = like.device, like.shape, like.stride()
     state["step"] = _fit_step(state["step"], like.device)
     scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
     held: list[Tensor | None] = []
@@ -194,8 +198,9 @@ def _fit_state(
         if (
             type(value) is not Tensor
             or like is not param
+            or value.layout is not torch.strided
             or value.dtype != (MASTERS.get(name) or storage.moment_dtype(param, name))
-            or (value.device, value.layout, value.shape, value.stride()) != layout
+            or (value.device, value.shape, value.stride()) != placing
         ):
             value = state[name] = _fit(name, value, param, storage, what)
         held.append(local_tensor(value))
@@ -244,18 +249,18 @@ def build_plan(
         ValueError: a state entry is missing or does not fit its parameter.
         RuntimeError: csrc/plan/step_plan.h rejects a tensor.
     """
-    stepped, idle = [], []
+    stepped, idle, lacking = [], [], []
     for position, (index, group, name, param) in enumerate(named_group_params(optimizer)):
-        if state := optimizer.state.get(param):
-            stepped.append((position, index, group, name, param, state))
-        else:
+        state = optimizer.state.get(param)
+        if not state:
             idle.append(param)
-    lacking = []
-    for position, _, group, name, param, state in stepped:
-        if group["amsgrad"] and storage.quantizes(param):
-            what = _called(name or position)
-            raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
-        _fit_kind(param, state, storage)
+            continue
+        stepped.append((position, index, group, name, param, state))
+        if storage.state_dtype == torch.int8:
+            if group["amsgrad"] and storage.quantizes(param):
+                what = _called(name or position)
+                raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
+            _fit_kind(param, state, storage)
         if "step" not in state or (group["amsgrad"] and MOMENTS[2] not in state):
             reject_incomplete(name or position, state)
             lacking.append((group, param, state))

@@ -150,6 +150,19 @@ def test_an_interrupted_step_may_be_made_again(name: str, monkeypatch: pytest.Mo
     assert optimizer.control.steps == (2 if name == "allows_mutation" else 3)
 
 
+def test_a_first_step_without_memory_may_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = FusedAdamW([weight], master_weights="fp32")
+    with monkeypatch.context() as patch:
+        patch.setattr("torchopt_ext.optim.state.fit_master", lambda *_: bytes(1 << 62))
+        with pytest.raises((MemoryError, OverflowError)):
+            optimizer.step()
+    assert optimizer.state[weight] == {}
+    optimizer.step()
+    assert optimizer.control.steps == 1
+
+
 def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
     params = [nn.Parameter(torch.ones(1000)) for _ in range(10)]
     optimizer = FusedAdamW(params)
