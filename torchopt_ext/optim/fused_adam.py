@@ -281,7 +281,7 @@ class FusedAdam(HookedStep, PlannedStep):
                 continue
             if CONTROL_KEY in entry:
                 entry[CONTROL_KEY] = control_entry(self.saved_control())
-            if is_dtensor(entry.get(REMAINDER)):
+            if REMAINDER in entry and is_dtensor(entry[REMAINDER]):
                 from torchopt_ext.optim.gathered import Remainder  # needs torch.distributed.tensor
 
                 entry[REMAINDER] = Remainder.of(entry[REMAINDER])
@@ -349,6 +349,8 @@ class FusedAdam(HookedStep, PlannedStep):
         moment = slot.entry.get("exp_avg")
         if isinstance(moment, Tensor) and moment.is_floating_point():
             fillers += self._own(slot, SCALES)
+        if not fillers:
+            return slot
         kept = {name: value for name, value in slot.entry.items() if name not in fillers}
         return replace(slot, entry=kept)
 

@@ -158,7 +158,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             slots.append(Slot(param, label, entry))
         # refresh_masters() finds weights by param_names, so the model's names stay.
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
-        loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key != "params"}
+        loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key not in kept}
         loaded_groups.append(loaded | kept)
     if cast:
         warnings.warn(

@@ -22,6 +22,8 @@ _BLOCK = 256  # consecutive elements in memory that share a scale
 
 def dequantized(slot: Slot) -> Slot:
     """Returns the slot with float moments. Unreadable entries stay, so that a check names them."""
+    if all(type(value) is Tensor for value in slot.entry.values()) and "exp_avg" in slot.entry:
+        return slot
     entry = dict(slot.entry)
     if isinstance(wrapped := entry.pop(_WRAPPED, None), Mapping):
         entry |= wrapped

@@ -302,6 +302,17 @@ def test_another_shape_is_refused_by_name(size: tuple[int, ...]) -> None:
     assert_steps_as_a_fresh_one(optimizer)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_state_is_refused_by_name(layout: torch.layout) -> None:
+    params = make_params([(2, 4)])
+    optimizer = OURS["AdamW"](params, **KWARGS)
+    optimizer.init_state()
+    optimizer.state[params[0]]["exp_avg"] = torch.eye(2, 4).to_sparse(layout=layout)
+    set_gradients(params)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is .*sparse"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("way", ["entry", "data"])
 def test_shared_state_memory_is_refused(way: str) -> None:
     params = make_params(((4,), (4,)))
