@@ -1,29 +1,26 @@
 """Lets torchtitan 0.2's and 0.3's CheckpointManager load our containers with our loader."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.statedict import dcp
 
 
-def patch_dcp_load(manager: Any, key: str, is_ours: Callable[[Any], bool]) -> None:
-    """Replaces ``dcp_load`` of the class ``manager``.
+def patch_dcp_load(module: Any) -> None:
+    """Replaces ``dcp_load`` of the CheckpointManager in one of torchtitan's modules.
 
     torchtitan's loader demands every entry of a container. Ours checks all before anything changes,
     loads existing entries, and makes entries that torch does not save, such as masters.
-
-    Args:
-        key: the container's key in the state dict.
-        is_ours: returns whether our loader loads the object at that key.
     """
+    manager, key = module.CheckpointManager, module.OPTIMIZER
     stock = manager.dcp_load
 
     @functools.wraps(stock)
     def dcp_load(
         self: Any, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
     ) -> None:
-        if is_ours(state_dict.get(key)):
+        if isinstance(state_dict.get(key), OptimizersContainer):
             dcp.load({key: state_dict[key]}, checkpoint_id=checkpoint_id)
             state_dict = {k: v for k, v in state_dict.items() if k != key}
         stock(self, state_dict, checkpoint_id, *args, **kwargs)

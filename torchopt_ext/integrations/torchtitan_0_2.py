@@ -175,10 +175,6 @@ def _get_train_spec(name: str) -> train_spec.TrainSpec:
     return use_torchopt_ext(spec)
 
 
-patch_dcp_load(
-    checkpoint.CheckpointManager,
-    checkpoint.OPTIMIZER,
-    lambda saved: isinstance(saved, containers.OptimizersContainer),
-)
+patch_dcp_load(checkpoint)
 optimizer.build_optimizers = build_optimizers
 train_spec.get_train_spec = _get_train_spec  # the Trainer looks it up in this module

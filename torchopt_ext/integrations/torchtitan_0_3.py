@@ -234,11 +234,7 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
         TypeError: The optimizer or scheduler section belongs to another class of containers.
         ValueError: A field is unknown.
     """
-    check_section(config.optimizer, stock.OptimizersContainer, OptimizersContainer)
-    section = optimizers(config.optimizer, **fields)
-    use_schedules_and_stages(config)
-    config.optimizer = section
-    return config
+    return put_into(config, OptimizersContainer, stock.OptimizersContainer, fields)
 
 
 def check_section(section: Any, *known: Any) -> None:
@@ -247,9 +243,11 @@ def check_section(section: Any, *known: Any) -> None:
         raise TypeError(f"{type(section).__qualname__} is a configuration of another container")
 
 
-def use_schedules_and_stages(config: Any) -> None:
-    """Does the part of :func:`use_torchopt_ext` outside the optimizer section."""
+def put_into(config: Any, ours: Any, theirs: Any, fields: dict[str, Any]) -> Any:
+    """Does :func:`use_torchopt_ext` with a class of our containers in place of one of theirs."""
+    check_section(config.optimizer, theirs, ours)
     check_section(config.lr_scheduler, stock.LRSchedulersContainer, LRSchedulersContainer)
+    config.optimizer = derive(config.optimizer, ours.Config, **fields)
     config.lr_scheduler = lr_schedulers(config.lr_scheduler)
     own_hook = config.model_spec.post_optimizer_build_fn
 
@@ -261,6 +259,7 @@ def use_schedules_and_stages(config: Any) -> None:
     config.model_spec = dataclasses.replace(
         config.model_spec, post_optimizer_build_fn=post_optimizer_build
     )
+    return config
 
 
 def agree_over_pipeline(
@@ -273,11 +272,7 @@ def agree_over_pipeline(
                 optimizer.process_group = mesh.get_group()
 
 
-patch_dcp_load(
-    checkpointer.CheckpointManager,
-    checkpointer.OPTIMIZER,
-    lambda saved: isinstance(saved, OptimizersContainer),
-)
+patch_dcp_load(checkpointer)
 
 
 def _ours(name: str, config: Any) -> type[FusedAdam] | None:

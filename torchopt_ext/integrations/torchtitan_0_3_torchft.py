@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from torchtitan.config.override import derive
 from torchtitan.experiments.torchft import optimizer as stock
 
 from torchopt_ext.containers.fault_tolerant import FaultTolerant
@@ -66,10 +65,5 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
         TypeError: The optimizer or scheduler section belongs to another class of containers.
         ValueError: A field is unknown.
     """
-    torchtitan_0_3.check_section(
-        config.optimizer, stock.TorchFTOptimizersContainer, FTOptimizersContainer
-    )
-    section = derive(config.optimizer, FTOptimizersContainer.Config, **fields)
-    torchtitan_0_3.use_schedules_and_stages(config)
-    config.optimizer = section
-    return config
+    theirs = stock.TorchFTOptimizersContainer
+    return torchtitan_0_3.put_into(config, FTOptimizersContainer, theirs, fields)
