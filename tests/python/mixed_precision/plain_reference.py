@@ -36,10 +36,6 @@ class ReferenceScaler:
         *,
         consecutive_hysteresis: bool = False,
     ) -> None:
-        if dtype == torch.float16:
-            assert growth_factor > 1 and 0 < backoff_factor < 1
-        else:
-            assert growth_factor >= 1 and 0 < backoff_factor <= 1
         self.scale = float(initial_scale)
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
@@ -138,11 +134,8 @@ class PlainFSDPOptimizer:
             for p, w in zip(model, weights, strict=True)
         ]
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        (self.grad_scaler.scale * loss.float()).backward(retain_graph=retain_graph)
-
-    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        torch.autograd.backward(tensor, grad)
+    def backward(self, loss: Tensor) -> None:
+        (self.grad_scaler.scale * loss.float()).backward()
 
     def zero_grad(self) -> None:
         for p, _ in self.pairs():
@@ -183,11 +176,6 @@ class PlainFSDPOptimizer:
             p.copy_(w)
         return True
 
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        for p, w in self.pairs():
-            w.copy_(p)
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "grad_scaler": self.grad_scaler.state_dict(),
@@ -197,14 +185,10 @@ class PlainFSDPOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        assert "grad_scaler" in states, "Not found grad_scaler state!"
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         self.optim.load_state_dict(states["base_optim_states"])
-        loaded = states["flat_fp32_weights"]
-        assert loaded.keys() == dict(enumerate(self.weight_groups)).keys()
         for index, weights in enumerate(self.weight_groups):
-            assert len(weights) == len(loaded[index])
-            for w, saved in zip(weights, loaded[index], strict=True):
+            for w, saved in zip(weights, states["flat_fp32_weights"][index], strict=True):
                 w.copy_(saved)
         for p, w in self.pairs():
             p.copy_(w)

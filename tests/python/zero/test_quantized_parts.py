@@ -36,8 +36,9 @@ def parts_of(ranks: int) -> Iterator[Part]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
-def test_parts_have_the_groups_of_the_whole(ranks: int) -> None:
+def test_parts_have_the_groups_of_the_whole_each_once(ranks: int) -> None:
     cut_in_rows = set()
+    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for part in parts_of(ranks):
         whole, moment = part.param, part.tensor
         assert can_quantize(moment) == can_quantize(whole)
@@ -52,17 +53,10 @@ def test_parts_have_the_groups_of_the_whole(ranks: int) -> None:
             assert part.of(codes).equal(own_codes)
             assert part.of_entry(scale).of(scales).equal(own_scales)
             assert part.of_entry(name) is part
+        own = part.of_entry(next(iter(SCALES)))
+        assert own.end - own.begin == own.tensor.numel()
+        found.setdefault(tuple(whole.shape), []).append((own.begin, own.end))
     assert bool(cut_in_rows) == (ranks > 1)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
-def test_parts_have_every_scale_once(ranks: int) -> None:
-    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for part in parts_of(ranks):
-        if can_quantize(part.param):
-            own = part.of_entry(next(iter(SCALES)))
-            assert own.end - own.begin == own.tensor.numel()
-            found.setdefault(tuple(part.param.shape), []).append((own.begin, own.end))
     for shape, runs in found.items():
         runs.sort()
         total = scale_shape(torch.empty(shape)).numel()
