@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,8 +100,13 @@ def nested(model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
 # ---- several optimizers --------------------------------------------------------------------------
 
 
+def used_by(models: Sequence[nn.Sequential], rank: int) -> nn.Sequential:
+    """Returns the models in another order on even ranks, and without last layers on odd ranks."""
+    return nn.Sequential(*([model[:-1] for model in models] if rank % 2 else models[::-1]))
+
+
 def other_orders() -> None:
-    """Two optimizers get their gradients in another order on odd ranks; before, one had a pass.
+    """Two optimizers get other gradients in another order on odd ranks; before, one had a pass.
 
     The first one, which no other can precede, reduces during the pass.
     """
@@ -110,12 +115,10 @@ def other_orders() -> None:
     zeros = [adam(model.parameters(), torch.optim.SGD, **SHARDED) for model in both]
     plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=1e-2)
     data, size = torch.ones(2, 70), dist.get_world_size()
-    order = slice(None, None, -1 if dist.get_rank() % 2 else 1)
-    for used in (slice(1), slice(1, 2), slice(2)):
-        nn.Sequential(*both[used][order])(data).square().mean().backward()
+    for now in (slice(1), slice(1, 2), slice(2)):
+        used_by(both[now], dist.get_rank())(data).square().mean().backward()
         for rank in range(size):
-            of_rank = twins[used][:: -1 if rank % 2 else 1]
-            (nn.Sequential(*of_rank)(data).square().mean() / size).backward()
+            (used_by(twins[now], rank)(data).square().mean() / size).backward()
         for optimizer in (*zeros, plain):
             optimizer.step()
             optimizer.zero_grad()
