@@ -7,14 +7,6 @@ from typing import Any
 Results = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
-def each_rank(results: Results, name: str) -> list[dict[str, Any]]:
-    """Returns every rank's result of a case. Fails if a rank's result is an error."""
-    found = [rank[name] for rank in results]
-    errors = [f"rank {rank}: {f['error']}" for rank, f in enumerate(found) if "error" in f]
-    assert not errors, "\n".join(errors)
-    return found
-
-
 def assert_passed(results: Results, number: int) -> None:
     """Fails with the errors of all cases, or if not every rank ran that number of cases."""
     errors = [
@@ -28,14 +20,16 @@ def assert_passed(results: Results, number: int) -> None:
     assert counts == [number] * len(results), f"{counts} cases, expected {number} on every rank"
 
 
-def agreed(results: Results, name: str, apart: str = "local") -> list[dict[str, Any]]:
-    """Returns every rank's result. Fails unless they agree on all keys except ``apart``."""
-    found = each_rank(results, name)
-    common = [{k: v for k, v in rank.items() if k != apart} for rank in found]
+def agreed(results: Results, name: str) -> list[dict[str, Any]]:
+    """Returns every rank's result. Fails for errors, or other differences than in "local"."""
+    found = [rank[name] for rank in results]
+    errors = [f"rank {rank}: {f['error']}" for rank, f in enumerate(found) if "error" in f]
+    assert not errors, "\n".join(errors)
+    common = [{k: v for k, v in rank.items() if k != "local"} for rank in found]
     assert all(other == common[0] for other in common), common
     return found
 
 
 def case(results: Results, name: str) -> dict[str, Any]:
-    """Returns rank 0's result. Fails unless the ranks agree on all keys except "local"."""
+    """Returns rank 0's result. Fails as :func:`agreed`."""
     return agreed(results, name)[0]

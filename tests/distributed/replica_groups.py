@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 
 class Groups:
@@ -96,16 +95,3 @@ def replica_groups(folder: Path, groups: int = 1) -> Iterator[Groups]:
         finally:
             for group in list(started.running):
                 started.kill(group)
-
-
-def assert_same_bits(left: Any, right: Any, name: str = "") -> None:
-    """Compares nested dicts of tensors and plain values."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys(), name
-        for key in left:
-            assert_same_bits(left[key], right[key], f"{name}.{key}")
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype, name
-        assert left.equal(right), name
-    else:
-        assert left == right, name

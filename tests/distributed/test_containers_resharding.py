@@ -101,17 +101,19 @@ def run(
     return run
 
 
+NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
+
+
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=[NEWEST, SLOW])
 
 
-@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("cases", "source", "target"),
     [
-        (some, 4, 3),
         (functools.partial(conversions, every=2), 1, 2),
         (matrix, 2, 1),
+        pytest.param(some, 4, 3, marks=NEWEST),
         *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),
         *(slow(matrix, source, 4) for source in (1, 2, 3)),
         *(slow(conversions, *pair) for pair in [(4, 2), (4, 3), (1, 4)]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .rank_results import Results, agreed
+from .rank_results import Results, agreed, case
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
 
@@ -43,21 +43,21 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_those_of_one_process(runs: Runs, size: int, held: str, way: str) -> None:
     """Norms, parameters and consolidated state are equal after clipped steps and a skipped step."""
-    alone = agreed(runs(1), f"{held}: none, averaged")[0]
+    alone = case(runs(1), f"{held}: none, averaged")
     assert len({n for n in alone["norms"] if n != "nan"}) > 1 and "nan" in alone["norms"]
-    sharded = agreed(runs(size), f"{held}: {way}")[0]
+    sharded = case(runs(size), f"{held}: {way}")
     if size == 3 and "ddp" in way:  # DDP divides by 3 before it adds: its averages are rounded
-        same(sharded, agreed(runs(size), f"{held}: greedy, ddp")[0])
+        same(sharded, case(runs(size), f"{held}: greedy, ddp"))
     else:
         same(sharded, alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_gradients_accumulate_over_backward_passes(runs: Runs, size: int) -> None:
-    alone = agreed(runs(1), "twice: none, averaged")[0]
-    assert alone["params"] != agreed(runs(1), "fp32: none, averaged")[0]["params"]
-    same(agreed(runs(size), "twice: balanced, sharded")[0], alone)
-    same(agreed(runs(size), "twice: balanced, hook")[0], alone)
+    alone = case(runs(1), "twice: none, averaged")
+    assert alone["params"] != case(runs(1), "fp32: none, averaged")["params"]
+    same(case(runs(size), "twice: balanced, sharded"), alone)
+    same(case(runs(size), "twice: balanced, hook"), alone)
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
@@ -66,8 +66,8 @@ def test_gradients_accumulate_over_backward_passes(runs: Runs, size: int) -> Non
 )
 def test_gradient_scaler(runs: Runs, size: int, way: str) -> None:
     """All scales back off if one rank overflows. Shards reject unscale_() and torch's scaler."""
-    alone = agreed(runs(1), "scaled: none, averaged")[0]
-    found = agreed(runs(size), f"scaled: {way}")[0]
+    alone = case(runs(1), "scaled: none, averaged")
+    found = case(runs(size), f"scaled: {way}")
     same(found, alone)
     assert found["scale"] == alone["scale"] == 32.0
     if "averaged" not in way:
@@ -78,19 +78,19 @@ def test_gradient_scaler(runs: Runs, size: int, way: str) -> None:
 @pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["greedy, averaged", "balanced, averaged", "balanced, sharded"])
 def test_frozen_thawed_and_unused_parameters(runs: Runs, size: int, way: str) -> None:
-    same(agreed(runs(size), f"frozen: {way}")[0], agreed(runs(1), "frozen: none, averaged")[0])
+    same(case(runs(size), f"frozen: {way}"), case(runs(1), "frozen: none, averaged"))
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_a_parameter_used_on_one_rank_is_updated_on_all(runs: Runs, size: int) -> None:
-    assert agreed(runs(size), "unused on one rank")[0]["moved"]
+    assert case(runs(size), "unused on one rank")["moved"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_parameters_may_arrive_during_the_next_forward(runs: Runs, size: int) -> None:
-    result = agreed(runs(size), "lazily")[0]
+    result = case(runs(size), "lazily")
     assert result["under_way"]
-    assert result["params"] == agreed(runs(1), "lazily")[0]["params"]
+    assert result["params"] == case(runs(1), "lazily")["params"]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)

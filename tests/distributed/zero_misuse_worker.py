@@ -87,23 +87,6 @@ def reentrant_and_tied() -> None:
     against_plain(steps)
 
 
-def two_optimizers() -> None:
-    """Runs one backward through two models. Only rank 0 uses the first model's last layer."""
-    models = [layers(4), layers(4)]
-    optimizers = [sharded(model.parameters()) for model in models]
-    data = torch.ones(2, 70)
-    first = models[0] if dist.get_rank() == 0 else models[0][:-1]
-    (first(data).sum() + models[1](data).sum()).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    twins = [layers(4), layers(4)]
-    plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], **SGD)
-    # The average of both ranks' gradients; the other rank has none for the last layer.
-    ((twins[0](data).sum() + twins[0][:-1](data).sum()) / 2 + twins[1](data).sum()).backward()
-    plain.step()
-    assert max(map(furthest, models, twins)) <= ROUNDING
-
-
 def without_zero_grad() -> None:
     model = layers(4)
     optimizer = sharded(model.parameters())
@@ -463,7 +446,6 @@ CASES: dict[str, Callable[[], None]] = {
     for case in (
         failed_backward,
         reentrant_and_tied,
-        two_optimizers,
         without_zero_grad,
         other_layout,
         copied_with_scheduler,
