@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 import os
@@ -46,6 +47,7 @@ def job_config(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture(autouse=True)
 def _forget_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # or a forked worker may destroy another test's gloo group, without its threads
     monkeypatch.setattr(data_module._DATASETS, "values", dict(data_module._DATASETS.values))
 
 
