@@ -125,6 +125,11 @@ class Job:
             self.manager.save(self.step)
         return self
 
+    def resume(self, step: int = -1) -> Job:
+        """Loads a checkpoint, which must be there."""
+        assert self.manager.load(step)
+        return self
+
     @property
     def model(self) -> nn.Module:
         """The first part."""

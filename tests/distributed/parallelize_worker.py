@@ -41,14 +41,6 @@ FLOAT32 = 2e-6  # sums in another order; seen: 5e-7
 BFLOAT16 = 3e-2  # rounded at other places; seen: 1.2e-2
 SIZES = {"dim": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": SEQ_LEN, "seed": 5}
 
-DEGREES = {
-    "data_parallel_replicate_degree": "dp_replicate",
-    "data_parallel_shard_degree": "dp_shard",
-    "context_parallel_degree": "cp",
-    "tensor_parallel_degree": "tp",
-    "pipeline_parallel_degree": "pp",
-}
-
 
 def job(**settings: Any) -> JobConfig:
     """Returns a job without mixed precision. Settings are named `section__field`."""
@@ -61,14 +53,6 @@ def job(**settings: Any) -> JobConfig:
         getattr(getattr(config, section), field)  # raises if there is no such field
         setattr(getattr(config, section), field, value)
     return config
-
-
-def dims_of(config: JobConfig) -> ParallelDims:
-    degrees = {name: getattr(config.parallelism, key) for key, name in DEGREES.items()}
-    loss_parallel = not config.parallelism.disable_loss_parallel
-    return ParallelDims(
-        **degrees, world_size=dist.get_world_size(), enable_loss_parallel=loss_parallel
-    )
 
 
 def batches(ranks: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +78,7 @@ def one_process(ranks: int, dtype: torch.dtype | None) -> tuple[float, dict[str,
 
 
 def build(config: JobConfig) -> tuple[Any, ParallelDims, Any, list[nn.Module]]:
-    dims = dims_of(config)
+    dims = ParallelDims.of(config.parallelism, dist.get_world_size())
     mesh = dims.build_mesh("cpu")
     parallelize_fn = partial(parallelize, tp_plan=tp_plan)
     schedule = None
@@ -239,7 +223,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 def seeds(expected: list[int], **settings: Any) -> None:
     """All ranks get rank 0's seed. Pipeline stages count up from it, so dropout differs."""
-    mesh = dims_of(job(**settings)).build_mesh("cpu")
+    dims = ParallelDims.of(job(**settings).parallelism, dist.get_world_size())
+    mesh = dims.build_mesh("cpu")
     torch.manual_seed(100 + dist.get_rank())
     set_determinism(mesh, torch.device("cpu"))
     set_pg_timeouts(timedelta(seconds=30), mesh)

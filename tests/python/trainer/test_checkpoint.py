@@ -73,8 +73,7 @@ def test_a_resumed_job_has_the_same_bits(tmp_path: Path, kind: str, mode: str) -
     undisturbed.close()
     for step in (4, -1):
         reseed_all(6)
-        resumed = Job(tmp_path, seed=1, **settings | {"load_only": True})
-        assert resumed.manager.load(step)
+        resumed = Job(tmp_path, seed=1, **settings | {"load_only": True}).resume(step)
         assert resumed.step == (4 if step == 4 else 6)
         assert differences(resumed.train(until=7).contents(), undisturbed.contents()) == []
 
@@ -91,8 +90,7 @@ def test_without_enable_checkpoint_there_is_nothing(tmp_path: Path) -> None:
 def test_load_only_neither_saves_nor_clears_up(tmp_path: Path) -> None:
     Job(tmp_path).train(until=2).close()
     (tmp_path / "checkpoint" / "step-4.saving").mkdir()
-    job = Job(tmp_path, load_only=True)
-    assert job.manager.load()
+    job = Job(tmp_path, load_only=True).resume()
     job.train(until=4)
     assert {path.name for path in job.manager.folder.iterdir()} == {"step-2", "step-4.saving"}
 
@@ -111,8 +109,7 @@ def test_the_latest_k_are_kept(tmp_path: Path, mode: str) -> None:
 def test_damaged_ones_are_not_counted_among_the_latest(tmp_path: Path) -> None:
     Job(tmp_path, keep_latest_k=0).train(until=8).close()
     damage(tmp_path / "checkpoint" / "step-8" / "__0_0.distcp", -1)
-    job = Job(tmp_path, keep_latest_k=2)
-    assert job.manager.load()
+    job = Job(tmp_path, keep_latest_k=2).resume()
     job.manager.save(job.step, force=True)
     job.close()
     assert saved_steps(job) == [4, 6, 8]
@@ -122,8 +119,7 @@ def test_damaged_ones_are_not_counted_among_the_latest(tmp_path: Path) -> None:
 def test_a_seed_gives_the_model_only(tmp_path: Path) -> None:
     seed = Job(tmp_path, seed=3)
     seed.manager.save(0, force=True)
-    job = Job(tmp_path, seed=4)
-    assert job.manager.load()
+    job = Job(tmp_path, seed=4).resume()
     assert differences(job.contents(), seed.contents()) == []
     metadata = Reader(folder_of(job, 0)).read_metadata()
     assert metadata.state_dict_metadata.keys() == job.model.state_dict().keys()
@@ -137,8 +133,7 @@ def test_the_last_save_may_have_the_model_only(tmp_path: Path) -> None:
     expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in weights.items()}
     assert job.manager.newest() == 3
 
-    resumed = Job(tmp_path, seed=1)
-    assert resumed.manager.load()
+    resumed = Job(tmp_path, seed=1).resume()
     assert resumed.step == 2, "training cannot go on from the model only"
     with pytest.raises(ValueError, match="the model only"):
         resumed.manager.load(3)
@@ -148,8 +143,7 @@ def test_the_last_save_may_have_the_model_only(tmp_path: Path) -> None:
         Job(
             tmp_path / "other", initial_load_path=path, initial_load_model_only=False
         ).manager.load()
-    other = Job(tmp_path / "other", seed=1, initial_load_path=path)
-    assert other.manager.load()
+    other = Job(tmp_path / "other", seed=1, initial_load_path=path).resume()
     assert other.step == 0
     found = {k: v.bfloat16() if v.is_floating_point() else v for k, v in other.contents().items()
              if k in weights}  # fmt: skip
@@ -172,12 +166,10 @@ def test_nothing_is_saved_twice(tmp_path: Path) -> None:
 
 
 def test_a_step_is_saved_again_after_going_back(tmp_path: Path) -> None:
-    job = Job(tmp_path).train(until=4)
-    assert job.manager.load(2)
+    job = Job(tmp_path).train(until=4).resume(2)
     reseed_all(5)
     job.train(until=4)
-    again = Job(tmp_path, seed=1)
-    assert again.manager.load(4)
+    again = Job(tmp_path, seed=1).resume(4)
     assert differences(again.contents(), job.contents()) == []
 
 
@@ -193,8 +185,7 @@ def test_a_slow_removal_does_not_remove_a_new_checkpoint_of_its_step(
         rmtree(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", slow)
-    job = Job(tmp_path, keep_latest_k=1)
-    assert job.manager.load(2)
+    job = Job(tmp_path, keep_latest_k=1).resume(2)
     job.train(until=3).manager.save(3, force=True)  # abandons steps 4 and 6, removes all others
     job.train(until=4)
     removals.set()
@@ -219,17 +210,14 @@ def test_masters_that_exist_follow_weights_loaded_alone(
 def test_another_jobs_checkpoint_is_loaded_where_there_is_none(tmp_path: Path) -> None:
     first = Job(tmp_path / "a").train(until=2)
     path = str(folder_of(first, 2))
-    model_only = Job(tmp_path / "b", seed=1, initial_load_path=path)
-    assert model_only.manager.load()
+    model_only = Job(tmp_path / "b", seed=1, initial_load_path=path).resume()
     assert model_only.step == 0
     assert all(map(torch.equal, model_only.model.parameters(), first.model.parameters()))
     settings = {"initial_load_path": path, "initial_load_model_only": False}
-    full = Job(tmp_path / "b", seed=1, **settings)
-    assert full.manager.load()
+    full = Job(tmp_path / "b", seed=1, **settings).resume()
     assert differences(full.contents(), first.contents()) == []
     full.train(until=4)
-    own = Job(tmp_path / "b", **settings)
-    assert own.manager.load()
+    own = Job(tmp_path / "b", **settings).resume()
     assert own.step == 4, "its own checkpoint comes first"
 
 
@@ -383,8 +371,7 @@ def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
     rejected = Job(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"dataloader.dp_rank_0 was not saved by this package"):
         rejected.manager.load()
-    resumed = Job(tmp_path / "other", seed=1, exclude_from_loading=["dataloader"])
-    assert resumed.manager.load()
+    resumed = Job(tmp_path / "other", seed=1, exclude_from_loading=["dataloader"]).resume()
     assert differences(resumed.contents(), job.contents()) == ["taken"]
 
 
@@ -544,8 +531,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(
 ) -> None:
     """`crash`: the old one cannot get its name back either."""
     job = Job(tmp_path).train(until=2)
-    again = Job(tmp_path, seed=1)
-    assert again.manager.load()
+    again = Job(tmp_path, seed=1).resume()
     rename = os.rename
 
     def fail(source: Any, target: Any) -> None:
@@ -557,8 +543,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(
         patch.setattr(os, "rename", fail)
         with pytest.raises(RuntimeError, match="Input/output error"):
             again.manager.save(2, force=True)
-    found = Job(tmp_path, seed=1)
-    assert found.manager.load()
+    found = Job(tmp_path, seed=1).resume()
     assert differences(found.contents(), job.contents()) == []
     assert saved_steps(job) == [2]
 
@@ -593,8 +578,7 @@ def test_a_killed_process_leaves_a_loadable_checkpoint(
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
         newest = max(files.steps(folder / "checkpoint"))
-        loaded = Job(folder, seed=1)
-        assert loaded.manager.load()
+        loaded = Job(folder, seed=1).resume()
         assert loaded.step >= newest
         reseed_all(run)
         undisturbed = Job(tmp_path / "none", enable_checkpoint=False).train(loaded.step)
@@ -638,7 +622,8 @@ def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) 
         state_dict=lambda: committed,
         load_state_dict=lambda state: committed.update(loaded=state),
     )
-    job = Job(tmp_path, ft_manager=SimpleNamespace(enabled=True, manager=manager)).train(until=2)
+    enabled = SimpleNamespace(enabled=True, manager=manager)
+    job = Job(tmp_path, ft_manager=enabled).train(until=2)
     assert not job.manager.folder.exists()
     load = functions[0]
     peer = Job(tmp_path / "peer", seed=1).train(until=4)
@@ -648,14 +633,12 @@ def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) 
     job.train(until=6)
     assert job.manager.newest() == 6
     # torchft compares the groups' counts of steps: groups without the checkpoint take its state.
-    again = Job(tmp_path, ft_manager=SimpleNamespace(enabled=True, manager=manager))
-    assert again.manager.load()
+    Job(tmp_path, ft_manager=enabled).resume()
     assert committed["loaded"] == {"step": 6, "batches_committed": 12}
     assert Job(tmp_path).manager.load()  # without fault tolerance
     del committed["loaded"]
     peer.manager.save(5, force=True)
-    plain = Job(tmp_path / "peer", ft_manager=SimpleNamespace(enabled=True, manager=manager))
-    assert plain.manager.load()
+    Job(tmp_path / "peer", ft_manager=enabled).resume()
     assert "loaded" not in committed
 
 

@@ -23,16 +23,13 @@ pytestmark = [
 
 def go_back(folder: Path, step: int, until: int, **settings: Any) -> Job:
     """Returns a job that loads a step and saves every step after it."""
-    job = Job(folder, interval=1, **settings)
-    assert job.manager.load(step)
+    job = Job(folder, interval=1, **settings).resume(step)
     job.train(until=until).close()
     return job
 
 
 def resumed_step(folder: Path) -> int:
-    job = Job(folder)
-    assert job.manager.load()
-    return job.step
+    return Job(folder).resume().step
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [2, 4, 5, 6, 8]), (2, [4, 5]), (4, [2, 4, 5, 8])])

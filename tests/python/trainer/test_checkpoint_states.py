@@ -44,8 +44,7 @@ def test_a_job_with_numpys_numbers_resumes(tmp_path: Path) -> None:
     position = job.data.state_dict
     job.data.state_dict = lambda: position() | {"at": np.int64(7)}  # type: ignore[method-assign]
     expected = job.train(until=2).contents()
-    resumed = Job(tmp_path, seed=1, **settings)
-    assert resumed.manager.load()
+    resumed = Job(tmp_path, seed=1, **settings).resume()
     found = resumed.contents()
     state = [key for key in found if not key.startswith(("param_groups", "lr"))]
     assert not set(differences(found, expected)) & set(state)
@@ -76,8 +75,7 @@ def test_what_is_not_loaded_may_be_left_out(
         return made
 
     job(exclude_from_loading=["dataloader"]).train(until=4).close()
-    resumed = job(exclude_from_loading=["dataloader"])
-    assert resumed.manager.load()
+    resumed = job(exclude_from_loading=["dataloader"]).resume()
     assert resumed.step == 4
     assert caplog.text.count("without dataloader, which is excluded from loading: dataloader") == 1
     with pytest.raises(TypeError, match=r"^dataloader\.order is a numpy"):
