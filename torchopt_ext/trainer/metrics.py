@@ -23,18 +23,14 @@ from torchopt_ext.trainer.metric_writers import (
     WeightsAndBiases,
 )
 from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.pipeline import is_v_shaped
 
 logger = logging.getLogger(__name__)
 
 
-# Schedules whose ranks hold one stage from each end: rank 0 has the first stage and the last.
-_V_SCHEDULES = frozenset({"zbvzerobubble", "dualpipev"})
-
-
 def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     """Returns the rank that has and reports the loss: the first rank of the last pipeline stage."""
-    schedule = job_config.parallelism.pipeline_parallel_schedule
-    if not parallel_dims.pp_enabled or schedule.lower() in _V_SCHEDULES:
+    if not parallel_dims.pp_enabled or is_v_shaped(job_config.parallelism):
         return 0
     return parallel_dims.world_size // parallel_dims.pp * (parallel_dims.pp - 1)
 

@@ -93,7 +93,7 @@ def pipeline(
     split = split_layers(list(layers_of(model)), parallel_dims.pp, schedule_class, config)
     _check_ties(model, split)
     pp_mesh = world_mesh["pp"]
-    mine = stages_of_rank(pp_mesh.get_local_rank(), parallel_dims.pp, len(split), schedule_class)
+    mine = stages_of_rank(pp_mesh.get_local_rank(), parallel_dims.pp, len(split), config)
     if n_microbatches < len(split):
         logger.warning(
             "%d microbatches in %d pipeline stages leave ranks waiting", n_microbatches, len(split)
@@ -176,7 +176,7 @@ def split_layers(
             )
     stages = len(bounds) - 1
     a_rank = stages // ranks
-    v_style = _is_v_shaped(schedule_class)
+    v_style = is_v_shaped(config)
     wanted = "one" if single else "two" if v_style else "two or more"
     fits = a_rank == 1 if single else a_rank == 2 if v_style else a_rank >= 2
     if stages % ranks or not fits:
@@ -187,19 +187,14 @@ def split_layers(
     return [layers[start:end] for start, end in pairwise(bounds)]
 
 
-def stages_of_rank(
-    rank: int, ranks: int, stages: int, schedule_class: type[Schedule]
-) -> tuple[int, ...]:
+def stages_of_rank(rank: int, ranks: int, stages: int, config: Parallelism) -> tuple[int, ...]:
     """Returns a rank's stages: every `ranks`-th, or for V-shaped schedules one from each end."""
-    if _is_v_shaped(schedule_class):
-        return (rank, stages - 1 - rank)
-    return tuple(range(rank, stages, ranks))
+    return (rank, stages - 1 - rank) if is_v_shaped(config) else tuple(range(rank, stages, ranks))
 
 
-def _is_v_shaped(schedule_class: type[Schedule]) -> bool:
-    from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleZBVZeroBubble
-
-    return schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+def is_v_shaped(config: Parallelism) -> bool:
+    """Returns whether rank 0 has the first stage and the last."""
+    return config.pipeline_parallel_schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 
 def _check_ties(model: nn.Module, split: list[list[str]]) -> None:

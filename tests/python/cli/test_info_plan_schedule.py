@@ -290,48 +290,43 @@ def test_plan_reads_what_safetensors_writes(run: Run, tmp_path: Path) -> None:
     assert rank["ranks"][0]["elements"] == 3 * 5  # integers and 8-bit types are not trained
 
 
-def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
-    long = tmp_path / "long.safetensors"
-    long.write_bytes(struct.pack("<Q", 1000) + b"{")
-    text = tmp_path / "text.safetensors"
-    text.write_text("hello, world")
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(struct.pack("<Q", 8) + b'{"w": 1}')
-    deep = tmp_path / "deep.safetensors"
-    deep.write_bytes(struct.pack("<Q", 50_000) + b"[" * 50_000)
-    deep_index = tmp_path / "deep.json"
-    deep_index.write_text("[" * 50_000)
-    wide = safetensors(tmp_path / "wide.safetensors", {"w": ("F32", [2**61])})
-    flat = safetensors(tmp_path / "flat.safetensors", {"w": ("F32", [2**70, 0])})
-    small = safetensors(tmp_path / "small.safetensors", {"w": ("F6_E2M3", [4])})
-    index = tmp_path / "index.json"
-    index.write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    no_index = tmp_path / "other.json"
-    no_index.write_text("[]")
-    odd_index = tmp_path / "odd.json"
-    odd_index.write_text(json.dumps({"weight_map": {"w": 5}}))
-    (tmp_path / "no_python.py").write_text("def")
-    code = tmp_path / "broken_model.py"
-    code.write_text(
-        "import torch\ndef f(): return torch.zeros(1).item()\ndef g(): return 3\n"
-        "def lazy(): return torch.nn.LazyLinear(3)\ndef leave(): raise SystemExit(3)\n"
-    )
-    sys.path.insert(0, str(tmp_path))
+def test_plan_rejects(fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, content in {
+        "long.safetensors": struct.pack("<Q", 1000) + b"{",
+        "text.safetensors": b"hello, world",
+        "broken.safetensors": struct.pack("<Q", 8) + b'{"w": 1}',
+        "deep.safetensors": struct.pack("<Q", 50_000) + b"[" * 50_000,
+        "deep.json": b"[" * 50_000,
+        "index.json": b'{"weight_map": {"w": "gone.safetensors"}}',
+        "other.json": b"[]",
+        "odd.json": b'{"weight_map": {"w": 5}}',
+        "no_python.py": b"def",
+        "broken_model.py": b"import torch\ndef f(): return torch.zeros(1).item()\n"
+        b"def g(): return 3\ndef lazy(): return torch.nn.LazyLinear(3)\n"
+        b"def leave(): raise SystemExit(3)\n",
+    }.items():
+        Path(name).write_bytes(content)
+    for name, kind, shape in (
+        ("wide", "F32", [2**61]), ("flat", "F32", [2**70, 0]), ("small", "F6_E2M3", [4])
+    ):  # fmt: skip
+        safetensors(Path(f"{name}.safetensors"), {"w": (kind, shape)})
     for args, problem in (
         ([], "one of FILE"),
-        ([long, "--params", "3"], "one of FILE"),
-        ([tmp_path / "gone.safetensors"], "No such file"),
-        ([long], "ends in its header, after 1 of 1000"),
-        ([text], "is not a safetensors file: it begins with b'hello, w'"),
-        ([broken], "damaged header"),
-        ([deep], "damaged header"),
-        ([deep_index], "weight_map"),
-        ([wide], "w has the shape [2305843009213693952]"),
-        ([flat], "w has the shape"),
-        ([small], "w has the dtype F6_E2M3, expected F64, F32"),
-        ([index], "names gone.safetensors"),
-        ([no_index], "weight_map"),
-        ([odd_index], "weight_map"),
+        (["long.safetensors", "--params", "3"], "one of FILE"),
+        (["gone.safetensors"], "No such file"),
+        (["long.safetensors"], "ends in its header, after 1 of 1000"),
+        (["text.safetensors"], "is not a safetensors file: it begins with b'hello, w'"),
+        (["broken.safetensors"], "damaged header"),
+        (["deep.safetensors"], "damaged header"),
+        (["deep.json"], "weight_map"),
+        (["wide.safetensors"], "w has the shape [2305843009213693952]"),
+        (["flat.safetensors"], "w has the shape"),
+        (["small.safetensors"], "w has the dtype F6_E2M3, expected F64, F32"),
+        (["index.json"], "names gone.safetensors"),
+        (["other.json"], "weight_map"),
+        (["odd.json"], "weight_map"),
         (["--model", "no_python:f"], "cannot be imported: SyntaxError"),
         (["--params", "many"], "invalid number value: 'many'"),
         (["--params", "1.5"], "1.5 is not a whole number"),
@@ -349,10 +344,9 @@ def test_plan_rejects(fails: Run, tmp_path: Path) -> None:
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
         (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments needs --state-dtype int8"),
         (["--shapes", "2x2", "--no-norm", "--norm-in-backward"], "not allowed with"),
-        (["--shapes", "2x2", "--plot", tmp_path / "gone" / "x.png"], "cannot write"),
+        (["--shapes", "2x2", "--plot", "gone/x.png"], "cannot write"),
     ):
         assert problem in fails("plan", *args)
-    sys.path.remove(str(tmp_path))
 
 
 # ---- schedule ------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -19,40 +18,19 @@ pytest.importorskip("tyro")
 ROOT = Path(__file__).parents[3]
 
 
-class Spy:
-    """Stands in for the Trainer and records calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.stopped_by: str | None = None
-        self.fails: dict[str, BaseException] = {}
-        self.checkpointer = SimpleNamespace(
-            save=lambda step, force=False: self.note("save", step, force)
-        )
-
-    def note(self, name: str, *args: Any) -> None:
-        self.calls.append((name, *args))
-        if name in self.fails:
-            raise self.fails[name]
-
-    def __call__(self, job_config: JobConfig) -> "Spy":
-        self.note("build", job_config.training.steps)
-        return self
-
-    def train(self) -> None:
-        self.note("train")
-
-    def close(self) -> None:
-        self.note("close")
-
-
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    spy = Spy()
-    monkeypatch.setattr(train, "Trainer", spy)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: spy.note("destroy"))
+def trainer(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Stands in for the Trainer's class and its instance, and records their calls."""
+    spy = MagicMock(stopped_by=None)
+    spy.build.return_value = spy
+    monkeypatch.setattr(train, "Trainer", spy.build)
+    monkeypatch.setattr(dist, "destroy_process_group", spy.destroy)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return spy
+
+
+def called(trainer: MagicMock) -> list[str]:
+    return [name for name, *_ in trainer.mock_calls]
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +43,7 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
 
 
 def test_a_missing_package_is_named(
-    trainer: Spy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trainer: MagicMock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train"]) == 2
@@ -73,14 +51,15 @@ def test_a_missing_package_is_named(
 
 
 @pytest.mark.parametrize(("stopped_by", "code"), [(None, 0), ("data", 0), ("SIGTERM", 143)])
-def test_train(trainer: Spy, stopped_by: str | None, code: int) -> None:
+def test_train(trainer: MagicMock, stopped_by: str | None, code: int) -> None:
     trainer.stopped_by = stopped_by
     assert main(["train", "--training.steps", "7"]) == code
-    assert trainer.calls == [("build", 7), ("train",), ("close",), ("destroy",)]
+    assert called(trainer) == ["build", "train", "close", "destroy"]
+    assert trainer.build.call_args.args[0].training.steps == 7
 
 
 def test_modules_are_found_in_the_current_folder(
-    trainer: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command `torchopt-ext` starts without the current folder in the path."""
     (tmp_path / "own_settings.py").write_text(
@@ -92,17 +71,16 @@ def test_modules_are_found_in_the_current_folder(
 
 
 def test_the_trainer_is_gone_before_the_process_group(
-    trainer: Spy, monkeypatch: pytest.MonkeyPatch
+    trainer: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the group's threads would outlive the interpreter."""
-    built: list[weakref.ref[Spy]] = []
+    built: list[weakref.ref[MagicMock]] = []
     held_at_end = []
 
-    def build(job_config: JobConfig) -> Spy:
-        spy = Spy()
-        spy.cycle = spy  # type: ignore[attr-defined]
-        built.append(weakref.ref(spy))
-        return spy
+    def build(job_config: JobConfig) -> MagicMock:
+        made = MagicMock(stopped_by=None)  # is part of a cycle
+        built.append(weakref.ref(made))
+        return made
 
     monkeypatch.setattr(train, "Trainer", build)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: held_at_end.append(built[0]()))
@@ -110,9 +88,10 @@ def test_the_trainer_is_gone_before_the_process_group(
     assert held_at_end == [None]
 
 
-def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: Spy) -> None:
+def test_a_seed_checkpoint_is_saved_instead_of_training(trainer: MagicMock) -> None:
     assert main(["train", *SEED]) == 0
-    assert trainer.calls[1:] == [("save", 0, True), ("close",), ("destroy",)]
+    assert called(trainer) == ["build", "checkpointer.save", "close", "destroy"]
+    trainer.checkpointer.save.assert_called_with(0, force=True)
 
 
 SEED = ["--checkpoint.create_seed_checkpoint", "--checkpoint.enable"]
@@ -137,7 +116,7 @@ SEED = ["--checkpoint.create_seed_checkpoint", "--checkpoint.enable"]
 def test_wrong_configurations_end_with_one_sentence(
     args: list[str],
     message: str,
-    trainer: Spy,
+    trainer: MagicMock,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -147,7 +126,7 @@ def test_wrong_configurations_end_with_one_sentence(
     assert error.startswith("torchopt_ext train: ")
     assert message in error
     assert error.count("\n") == 1
-    assert trainer.calls == []
+    assert called(trainer) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +167,7 @@ def test_wrong_configurations_that_the_trainer_finds(
 
 
 def test_a_folder_of_checkpoints_is_not_a_checkpoint(
-    trainer: Spy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (5, 10):
         (tmp_path / f"step-{step}").mkdir()
@@ -199,19 +178,19 @@ def test_a_folder_of_checkpoints_is_not_a_checkpoint(
 
 
 def test_errors_of_a_job(
-    trainer: Spy,
+    trainer: MagicMock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error_file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    trainer.fails["train"] = RuntimeError("gone wrong")
+    trainer.train.side_effect = RuntimeError("gone wrong")
     with pytest.raises(RuntimeError, match="gone wrong"):
         main(["train"])
-    assert trainer.calls[1:] == [("train",), ("close",)]
+    assert called(trainer) == ["build", "train", "close"]
     assert "gone wrong" in error_file.read_text()  # torchrun shows what @record writes
-    trainer.fails["build"] = ConfigError("model.name is wrong")
+    trainer.build.side_effect = ConfigError("model.name is wrong")
     assert main(["train"]) == 2
     assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err
     assert main(["train", "--lr", "3e-4"]) == 2

@@ -85,8 +85,8 @@ def test_invalid_splits(layers, ranks, schedule, settings, message) -> None:
 )
 def test_stages_of_ranks(schedule: str, stages: int, expected: list[tuple[int, ...]]) -> None:
     """Stages are where the schedule itself places them (torch/distributed/pipelining/_utils.py)."""
-    found = [stages_of_rank(r, 2, stages, get_schedule_class(schedule)) for r in range(2)]
-    assert found == expected
+    config = Parallelism(pipeline_parallel_schedule=schedule)
+    assert [stages_of_rank(rank, 2, stages, config) for rank in range(2)] == expected
 
 
 class Model(nn.Module):
