@@ -110,8 +110,9 @@ class DeferredClipping:
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Returns whether these are the optimizers' parameters, and the rest has no gradients."""
-        own, given = self.ids, {id(p): p.grad for p in parameters}
-        return own <= given.keys() and all(given[p] is None for p in given.keys() - own)
+        own = self.ids
+        known = own <= set(map(id, parameters))
+        return known and all(p.grad is None for p in parameters if id(p) not in own)
 
     @property
     def ids(self) -> set[int]:

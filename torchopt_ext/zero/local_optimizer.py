@@ -19,7 +19,7 @@ from torchopt_ext.optim.collective import collective, fail_together, wait
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import moved
+from torchopt_ext.optim.local import moved, squares_of
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights
@@ -223,6 +223,25 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
                 fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)
+
+
+def clip(zero: ZeroRedundancyOptimizer, max_norm: float) -> Tensor:
+    """Clips this rank's parts of the gradients by the norm over all ranks' parts; returns it."""
+    agreement = Agreement()
+    try:
+        zero._notice_trainability()
+        zero.partition.take_gradients()
+        mine = list(chain(*zero.partition.mine))
+        grads = [param.grad for param in mine if param.grad is not None]
+        total = squares_of(grads, zero._default_device)
+    except Exception:
+        reject(zero, agreement, with_norm=True)
+        raise
+    if zero.world_size > 1:
+        agree(zero, agreement, total=total)
+    norm = ops.accumulator_total(total).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
+    return norm
 
 
 def rejects_if_raised(hook: Callable[..., Any]) -> Callable[..., Any]:

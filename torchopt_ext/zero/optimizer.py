@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchopt_ext import _C, ops
+from torchopt_ext import _C
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, is_left_out, run_hooks
-from torchopt_ext.optim.local import params_of, squares_of
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.rejection import Agreement, Verdict
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.statedict.entries import BY_INDEX
@@ -139,8 +139,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 self._optim_constructor = constructor_of(
                     optimizer_class, overlap_with_ddp, defaults
                 )
-            described = describe_params(self)
-            described += describe_arguments(
+            described = describe_params(self) + describe_arguments(
                 optimizer_class, params_per_rank, self.param_groups, defaults,
                 partition=partition, compat=compat, sharded_gradients=sharded_gradients,
                 bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
@@ -474,21 +473,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 "in a Join context, ranks without data only call step(): clip inside the step, "
                 "with max_grad_norm of FusedAdam or FusedAdamW"
             )
-        agreement = Agreement()
-        try:
-            self._notice_trainability()
-            self.partition.take_gradients()
-            mine = [param for own in self.partition.mine for param in own]
-            grads = [param.grad for param in mine if param.grad is not None]
-            total = squares_of(grads, self._default_device)
-        except Exception:
-            local_optimizer.reject(self, agreement, with_norm=True)
-            raise
-        if self.world_size > 1:
-            local_optimizer.agree(self, agreement, total=total)
-        norm = ops.accumulator_total(total).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
-        return norm
+        return local_optimizer.clip(self, max_norm)
 
     # ---- overlap with DDP -------------------------------------------------------------------
 
