@@ -144,6 +144,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     state, saved_groups = others.pop("state"), others.pop("param_groups")
     control = others.pop(CONTROL_KEY, {})
     slots, loaded_groups, cast = [], [], list[Tensor]()
+    memo: dict[int, Any] = {}  # groups share a learning rate, as in torch
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
@@ -158,7 +159,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             slots.append(Slot(param, label, entry))
         # refresh_masters() finds weights by param_names, so the model's names stay.
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
-        loaded = {key: copy.deepcopy(v) for key, v in saved.items() if key not in kept}
+        loaded = {k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in saved.items()}
         loaded_groups.append(loaded | kept)
     if cast:
         warnings.warn(

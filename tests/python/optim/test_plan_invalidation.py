@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchopt_ext.optim import state as state_module
@@ -145,7 +147,7 @@ MEMORY_ONLY: dict[str, Change] = {
 NEW_MOMENT: Change = lambda ps, o: o.state[ps[0]].update(exp_avg=o.state[ps[0]]["exp_avg"] * 2)  # noqa: E731
 STRUCTURAL: dict[str, Change] = {
     "other strides": lambda ps, o: set_data(ps[0], transposed(ps[0])),
-    "gaps": lambda ps, o: set_data(ps[1], torch.randn(2 * ps[1].numel())[::2]),
+    "gaps": lambda ps, o: set_data(ps[1], torch.randn(*ps[1].shape, 2)[..., 0]),
     "more parameters": lambda ps, o: o.add_param_group(
         {"params": make_params(((5, 5),), dtype=ps[0].dtype, seed=8), "lr": 0.5}
     ),
@@ -182,6 +184,19 @@ def test_a_change_between_steps(change: str) -> None:
     params, optimizer = started()
     CHANGES[change](params, optimizer)
     assert_steps_as_a_fresh_one(optimizer)
+
+
+# "no state" would take a frozen parameter's state for good.
+REPEATABLE = sorted(CHANGES.keys() - {"frozen"})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(REPEATABLE), min_size=2, max_size=6, unique=True))
+def test_changes_one_after_another(changes: list[str]) -> None:
+    _, optimizer = started()
+    for change in changes:
+        CHANGES[change](params_of(optimizer), optimizer)
+        assert_steps_as_a_fresh_one(optimizer, steps=1)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "remainder"])

@@ -40,6 +40,16 @@ def without_names(state_dict: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
+@each_class
+def test_groups_share_a_learning_rate_after_loading(name: str) -> None:
+    for classes in (OURS, TORCH):
+        params = [{"params": [param]} for param in make_params()]
+        optimizer = classes[name](params, lr=torch.tensor(0.1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        first, *others = [group["lr"] for group in optimizer.param_groups]
+        assert all(other is first for other in others)
+
+
 @inputs()
 @pytest.mark.parametrize(("first_named", "second_named"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_state_dict_deterministic(
