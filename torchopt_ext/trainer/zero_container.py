@@ -72,17 +72,9 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of an OptimizersContainer, with this rank's shards of tensors."""
         self._zero.optim.init_state()
-        indexed = self._zero.state_dict()
-        names = self._names
-        found: dict[str, Any] = {}
-        for index, entry in indexed["state"].items():
-            own = {name: value for name, value in entry.items() if name != CONTROL_KEY}
-            found |= {f"state.{names[index]}.{name}": value for name, value in own.items()}
-        for group in indexed["param_groups"]:
-            for index in group["params"]:
-                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                found |= {f"param_groups.{names[index]}.{k}": v for k, v in settings.items()}
+        names = dict(zip(params_of(self), self._names, strict=True))
         control = self._zero.optim.saved_control()
+        found = flat.get_state_dict([self._zero], names)
         return found | {f"{CONTROL_KEY}.{name}": value for name, value in control.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
