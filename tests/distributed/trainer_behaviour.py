@@ -21,9 +21,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -184,30 +183,6 @@ def too_many_skips(folder: Path, shared: list[str]) -> None:
         assert trainer.step == 7
 
 
-class RefusingManager:
-    """Stands for torchft's Manager. The replica groups refuse some of the steps."""
-
-    def __init__(self, refused: set[int]) -> None:
-        self.refused, self.asked = refused, 0
-
-    def start_quorum(self) -> None: ...
-
-    def set_state_dict_fns(self, *functions: Any) -> None: ...
-
-    def participating_rank(self) -> int:
-        return 0
-
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
-    def should_commit(self) -> bool:
-        self.asked += 1
-        return self.asked not in self.refused
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.asked, "batches_committed": 2 * self.asked}
-
-
 @case(1)
 def refused_commits(folder: Path, shared: list[str]) -> None:
     """One of two groups. Steps 2 and 4 are refused, and step 3 is skipped for a NaN.
@@ -222,7 +197,11 @@ def refused_commits(folder: Path, shared: list[str]) -> None:
         *("--training.global_batch_size", "16", "--training.max_consecutive_skips", "2"),
         *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "4"),
     )
-    group = FTManager(RefusingManager({2, 4}), group_size=2)
+    manager = MagicMock()  # stands for torchft's
+    manager.participating_rank.return_value = 0
+    manager.should_commit.side_effect = [True, False, True, False, True]
+    manager.state_dict.return_value = {"step": 5, "batches_committed": 10}
+    group = FTManager(manager, group_size=2)
     with (
         patch("torchopt_ext.trainer.ft.init_ft_manager", lambda _: group),
         trainer_of(folder, shared, *settings) as trainer,
