@@ -74,12 +74,12 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
 
 
 def pair(kind: str, partition: str = "greedy", groups: bool = False, **kwargs: Any) -> Any:
-    """Returns our optimizer and the plain optimizer, each with its own parameters."""
+    """Returns our optimizer and the plain optimizer, each with its own named parameters."""
     optimizer_class, defaults = KINDS[kind]
     of = [parameters(), parameters()]
-    params: list[Any] = of
+    params: list[Any] = [[(f"p{i}", p) for i, p in enumerate(own)] for own in of]
     if groups:
-        params = [[{"params": p[:3], "lr": 0.02}, {"params": p[3:], "lr": 0.03}] for p in of]
+        params = [[{"params": p[:3], "lr": 0.02}, {"params": p[3:], "lr": 0.03}] for p in params]
     defaults = {**defaults, **kwargs}
     zero = ZeroRedundancyOptimizer(
         params[0], optimizer_class, **{**PARTITIONS[partition], **defaults}
