@@ -39,7 +39,7 @@ from torchopt_ext.optim.storage import (
     with_own_steps,
 )
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, control_entry, converted
+from torchopt_ext.statedict.entries import BESIDE, CONTROL_KEY, MASTERS, control_entry, converted
 from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
@@ -105,7 +105,7 @@ class FusedAdam(HookedStep, PlannedStep):
     checks_overflow_in_step = True
     writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
     required_state = ("step", "exp_avg", "exp_avg_sq")
-    _fp32_moments: tuple[str | Tensor, ...] = ()  # until the constructor has added its groups
+    _fp32_moments: tuple[str | Tensor, ...] | None = None  # until the constructor has all groups
 
     estimate = staticmethod(estimate)
 
@@ -180,28 +180,26 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         super().__init__(params, torchs.defaults | own)
         self._fp32_moments = tuple(fp32_moments)
-        named = param_state.named_params(self)
-        self._keep_fp32_moments(named, partial=process_group is not None)
+        self._look_at_new_params(partial=process_group is not None)
 
-    def _keep_fp32_moments(self, named: list[tuple[str, Tensor]], *, partial: bool) -> None:
-        """Adds the parameters that ``fp32_moments`` chooses to the storage."""
-        if self._storage.state_dtype == torch.int8:
-            found = fp32_params(named, self._fp32_moments, partial=partial)
-            kept = self._storage.fp32_moments.intersection(params_of(self)) | found
-            self._storage = replace(self._storage, fp32_moments=kept)
-            self._looked_at = {**self._looked_at, **{id(p): TensorMark(p) for _, p in named}}
+    def _look_at_new_params(self, *, partial: bool = True) -> None:
+        """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
 
-    def _look_at_new_params(self) -> None:
-        """Chooses among parameters that were replaced in groups, as Accelerate does for FSDP2."""
-        if self._storage.state_dtype != torch.int8:
+        Accelerate replaces parameters in groups for FSDP2.
+        """
+        if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
         known = self._looked_at
-        if new := [
+        new = [
             (name, param)
             for name, param in param_state.named_params(self)
             if id(param) not in known or not known[id(param)].changes_with(TensorMark(param))
-        ]:
-            self._keep_fp32_moments(new, partial=True)
+        ]
+        if new or not partial:
+            found = fp32_params(new, self._fp32_moments, partial=partial)
+            kept = self._storage.fp32_moments.intersection(params_of(self)) | found
+            self._storage = replace(self._storage, fp32_moments=kept)
+            self._looked_at = {**known, **{id(p): TensorMark(p) for _, p in new}}
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()
@@ -245,7 +243,7 @@ class FusedAdam(HookedStep, PlannedStep):
                     f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
                     f"Use torch.optim for the other implementations."
                 )
-            first = len(params_of(self)) - len(named)
+            first = sum(len(before["params"]) for before in self.param_groups[:-1])
             for number, (name, param) in enumerate(named, first):
                 if param.requires_grad:  # a frozen parameter is checked with its first gradient
                     self._check_param(param, name or number)
@@ -254,7 +252,7 @@ class FusedAdam(HookedStep, PlannedStep):
             raise
         if self.norm_in_backward is not None:
             self.norm_in_backward.watch(group["params"])
-        self._keep_fp32_moments(named, partial=True)
+        self._look_at_new_params()
 
     @run_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -343,14 +341,14 @@ class FusedAdam(HookedStep, PlannedStep):
 
         torch's set_optimizer_state_dict passes in own entries that a full state dict lacks.
         """
+        if BESIDE.keys().isdisjoint(slot.entry):
+            return slot
         fillers = self._own(slot, MASTERS)
         if len(MASTERS.keys() & slot.entry.keys()) == len(fillers):
             fillers = []  # no other entry holds the weight
         moment = slot.entry.get("exp_avg")
         if isinstance(moment, Tensor) and moment.is_floating_point():
             fillers += self._own(slot, SCALES)
-        if not fillers:
-            return slot
         kept = {name: value for name, value in slot.entry.items() if name not in fillers}
         return replace(slot, entry=kept)
 

@@ -16,7 +16,8 @@ NormPart: TypeAlias = tuple[torch.device, NormKey]
 """What parameters have in common whose squares are summed together."""
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The classes of tensors that are this rank's plain tensors themselves."""
 
 
 def params_of(*optimizers: Any) -> list[Any]:
@@ -32,7 +33,7 @@ def local_tensor(tensor: Any) -> Any:
     torchao's subclasses for float8 and int8 training hold the weight in one inner tensor of the
     same shape and dtype, which their operators update. Any other subclass is returned unchanged.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     if is_dtensor(tensor):
         return local_tensor(local_shard(tensor))

@@ -20,7 +20,7 @@ from torchopt_ext.optim.local import (
 )
 from torchopt_ext.optim.quantized import CODES, SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
-from torchopt_ext.statedict.entries import MASTERS, MOMENTS, step_problem, tensor_problem
+from torchopt_ext.statedict.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
 from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
 
@@ -120,14 +120,15 @@ def _lies_with_others(param: Tensor) -> bool:
 
 
 def _fit_step(step: Any, device: torch.device) -> Tensor:
-    """Returns a step count, in whatever form, as one float32 element on ``device``."""
+    """Returns a step count, in whatever form, as a 0-dim float32 tensor on ``device``."""
     if isinstance(step, Tensor):
         step = local_tensor(step)
         if step.dtype == torch.float32 and step.device == device and step.numel() == 1:
-            return step  # not read: reading would wait for the device
+            # Not read: reading would wait for the device.
+            return step.reshape(()) if step.dim() else step
     if found := step_problem(step):
         raise ValueError(f"step {found}")
-    return torch.as_tensor(step, dtype=torch.float32, device=device).detach().reshape(())
+    return as_step(step, device)
 
 
 def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int) -> Tensor:
@@ -179,7 +180,8 @@ def _fit_state(
     """Replaces entries that the plan cannot use as they are.
 
     Returns:
-        Moments, master and scales in the order of csrc/kernels/tensor_work.h; None for no entry.
+        The local tensors of the parameter and its state in the order of csrc/kernels/tensor_work.h,
+        with None for no tensor.
 
     Raises:
         ValueError: an entry does not fit; the message names it.
@@ -187,9 +189,8 @@ def _fit_state(
     fit_master(param, state, storage)
     like = local_tensor(param)
     placing = like.device, like.shape, like.stride()
-    state["step"] = _fit_step(state["step"], like.device)
     scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
-    held: list[Tensor | None] = []
+    held: list[Tensor | None] = [like]
     for name in (*MOMENTS, storage.master_of(param), *scales):
         if name is None or (name == MOMENTS[2] and not group["amsgrad"]):
             held.append(None)
@@ -204,6 +205,7 @@ def _fit_state(
         ):
             value = state[name] = _fit(name, value, param, storage, what)
         held.append(local_tensor(value))
+    held.append(state["step"])
     return held
 
 
@@ -265,29 +267,29 @@ def build_plan(
             reject_incomplete(name or position, state)
             lacking.append((group, param, state))
     init_param_states(lacking, storage)
-    held = []
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
-    for position, _, group, name, param, state in stepped:
-        held.append(_fit_state(group, param, state, storage, name or position))
-        by_device.setdefault(local_tensor(param).device, []).append(state)
+    for _, _, _, _, param, state in stepped:
+        device = local_tensor(param).device
+        state["step"] = _fit_step(state["step"], device)
+        by_device.setdefault(device, []).append(state)
     for states in by_device.values():
         packed_steps(states)
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
     counted = options.stochastic_rounding or options.track
     rows: list[tuple[Any, ...]] = []
-    for tensors, (position, index, _, name, param, state) in zip(held, stepped, strict=True):
-        weight = local = local_tensor(param)
+    for position, index, group, name, param, state in stepped:
+        tensors = _fit_state(group, param, state, storage, name or position)
+        local = local_tensor(param)
         copy = getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
         if copy is not None:
-            weight, tensors[len(MOMENTS)] = copy, local
+            tensors[0], tensors[1 + len(MOMENTS)] = copy, local
         place = optimizer.parameter_places.get(param)
         if place is None:
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
-        arrays = (weight, *tensors, state["step"])
-        rows.append((param, arrays, index, name, position, part, place, copy is not None))
+        rows.append((param, tensors, index, name, position, part, place, copy is not None))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,

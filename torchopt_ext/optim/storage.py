@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
-from torchopt_ext.optim.local import inner_tensors, local_tensor
+from torchopt_ext.optim.local import PLAIN, inner_tensors, local_tensor
 from torchopt_ext.optim.quantized import CODES, can_quantize
 
 MasterWeights = Literal["fp32", "remainder", "remainder8"]
@@ -99,17 +99,18 @@ def param_problem(param: Any) -> str | None:
     Call it only for parameters that require or have a gradient: a frozen parameter, such as a
     quantized weight, may be anything.
     """
-    if torch.nn.parameter.is_lazy(param):
-        return None  # its first forward gives it a shape
     local = local_tensor(param)
-    if local is not param and is_dtensor(param) and any(p.is_partial() for p in param.placements):
-        return f"has placements {param.placements}, with which no rank has its value"
-    if inner := inner_tensors(local):
-        held = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in inner.items())
-        return (
-            f"is a {type(local).__name__} of {held}; expected one inner tensor of its shape "
-            f"{tuple(local.shape)} and dtype {local.dtype}, which a step could update"
-        )
+    if type(param) not in PLAIN:
+        if torch.nn.parameter.is_lazy(param):
+            return None  # its first forward gives it a shape
+        if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
+            return f"has placements {param.placements}, with which no rank has its value"
+        if inner := inner_tensors(local):
+            held = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in inner.items())
+            return (
+                f"is a {type(local).__name__} of {held}; expected one inner tensor of its shape "
+                f"{tuple(local.shape)} and dtype {local.dtype}, which a step could update"
+            )
     if local.layout is not torch.strided:
         return f"has layout {local.layout}, expected a dense tensor"
     if local.dtype not in STEPPED:
@@ -186,7 +187,7 @@ def packed_steps(states: Sequence[dict[str, Any]]) -> None:
     if any(step.data_ptr() != first + 4 * i for i, step in enumerate(steps)):
         if any(map(_is_shared, steps)):
             return
-        vector = torch.stack([step.reshape(()) for step in steps])
+        vector = torch.stack(steps)
         for state, step in zip(states, vector.unbind(), strict=True):
             state["step"] = step
 

@@ -22,6 +22,9 @@ REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
 MASTERS = {MASTER: torch.float32, **REMAINDERS}
 """The entries that complete a 16-bit parameter, with dtypes. A state dict may hold any or none."""
 
+BESIDE = {**MASTERS, **SCALES}
+"""Entries that a state dict may have or lack, whatever the optimizer keeps."""
+
 _BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
 SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
 """Entries of torch.optim's classes that have one value for each element of the parameter."""
@@ -126,6 +129,12 @@ def step_problem(step: Any) -> str | None:
     return None if counts else f"is {step!r}, expected a count of steps"
 
 
+def as_step(step: Any, device: torch.device) -> Tensor:
+    """Returns a step count that was checked, in whatever form, as a 0-dim float32 tensor."""
+    count = torch.as_tensor(local_tensor(step), dtype=torch.float32, device=device).detach()
+    return count.reshape(()) if count.dim() else count
+
+
 def shape_problem(value: Any, like: Tensor) -> str | None:
     """Returns a problem unless a tensor has the shape and the placement of ``like``."""
     if not isinstance(value, Tensor):
@@ -215,15 +224,12 @@ def converted(
     Args:
         step_device: the device of steps, if it is not the parameter's.
     """
-    if isinstance(value, Mapping):
-        return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
     device = local_tensor(param).device
     if name == "step":
-        step = torch.as_tensor(
-            local_tensor(value), dtype=torch.float32, device=step_device or device
-        )
-        return step.detach().clone().reshape(())
+        return as_step(value, step_device or device).clone()
     if not isinstance(value, Tensor):
+        if isinstance(value, Mapping):
+            return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
         return copy.deepcopy(value)
     dtype = value.dtype
     if name in MOMENTS:
@@ -232,4 +238,5 @@ def converted(
         dtype = torch.float32
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():
         dtype = param.dtype
-    return value.detach().to(device, dtype, copy=True)
+    same = value.dtype == dtype and value.device == device
+    return value.detach().clone() if same else value.detach().to(device, dtype, copy=True)

@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import Storage, is_steppable
 from torchopt_ext.statedict import entries
-from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, plain
+from torchopt_ext.statedict.entries import BESIDE, CONTROL_KEY, MASTERS, plain
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 from torchopt_ext.statedict.moments import fit_moments, has_codes
 
@@ -29,9 +28,6 @@ ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
 Names: TypeAlias = Mapping[Tensor, str]
 """The names of optimizers' parameters in their model parts (:func:`complete`)."""
-
-BESIDE = {**MASTERS, **SCALES}
-"""Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay"}
