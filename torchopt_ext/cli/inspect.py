@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +128,16 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
             "steps": sorted({int(step) for step in steps if is_finite(step)}),
             "groups": [{k: v for k, v in group.items() if k != "indices"} for group in own],
             "control": {
-                key.rpartition(".")[2]: _plain(value) for key, value in controls(checkpoint, part)
+                key.rpartition(".")[2]: _plain(
+                    checkpoint.tensor(key)
+                    if key in checkpoint.tensors
+                    else checkpoint.values[key]  # a number in a flat state dict
+                )
+                for key in checkpoint.paths
+                if is_control(key) and checkpoint.entry(key).part == part
             },
         }
     return found
-
-
-def controls(checkpoint: Checkpoint, part: str) -> Iterator[tuple[str, Any]]:
-    """Yields counts of schedules and loss scales: tensors, or numbers in flat state dicts."""
-    for key in checkpoint.paths:
-        if is_control(key) and checkpoint.entry(key).part == part:
-            yield (
-                key,
-                checkpoint.tensor(key) if key in checkpoint.tensors else checkpoint.values[key],
-            )
 
 
 def is_finite(step: Any) -> bool:

@@ -268,8 +268,13 @@ class Trainer(Stateful):
         self.ft_manager.average_gradients(self.model_parts)
         grad_norm = None
         if not self._clips_in_step:
+            dims = self.parallel_dims
             with self._clip_time:
-                grad_norm = self._clip_grad_norm()
+                grad_norm = distributed.clip_grad_norm_(
+                    [p for part in self.model_parts for p in part.parameters()],
+                    self.job_config.training.max_norm,
+                    dims.get_mesh("pp") if dims.pp_enabled else None,
+                )
         self.checkpointer.maybe_wait_for_staging()
         skips = self.job_config.optimizer.skip_nonfinite  # which torch's optimizers do not do
         usable = grad_norm is None or not skips or bool(grad_norm.isfinite())
@@ -335,14 +340,6 @@ class Trainer(Stateful):
         if self.job_config.optimizer.skip_nonfinite and loss.requires_grad:
             loss.register_hook(partial(_nan_unless_finite, loss.detach()))  # type: ignore[no-untyped-call]
         return loss
-
-    def _clip_grad_norm(self) -> Tensor:
-        """Clips gradients for torch's optimizers. Returns the norm before clipping."""
-        return distributed.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
-            self.job_config.training.max_norm,
-            self.parallel_dims.get_mesh("pp") if self.parallel_dims.pp_enabled else None,
-        )
 
     def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
         """Reduces the loss over the ranks that read different tokens. Waits for the device."""

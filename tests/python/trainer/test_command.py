@@ -190,6 +190,7 @@ def test_errors_of_a_job(
         main(["train"])
     assert called(trainer) == ["build", "train", "close"]
     assert "gone wrong" in error_file.read_text()  # torchrun shows what @record writes
+    assert [*tmp_path.iterdir()] == [error_file]
     trainer.build.side_effect = ConfigError("model.name is wrong")
     assert main(["train"]) == 2
     assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err

@@ -13,15 +13,6 @@ def _fail() -> None:
     raise ValueError("no loss")
 
 
-def test_an_error_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises(ValueError, match="no loss"):
-        _fail()
-    assert "no loss" in json.loads(file.read_text())["message"]["message"]
-    assert list(tmp_path.iterdir()) == [file]
-
-
 def test_what_ends_while_it_writes_leaves_no_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

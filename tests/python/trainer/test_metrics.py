@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, MagicMock
 
 import pytest
 import torch
@@ -201,23 +202,19 @@ def test_tensorboard(job_config: JobConfig) -> None:
 
 
 def test_weights_and_biases(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    run = SimpleNamespace(
-        log=lambda metrics, step: calls.append((step, metrics["loss_metrics/global_avg_loss"])),
-        finish=lambda: calls.append("finish"),
-    )
-
-    def init(*, project: str, dir: str, config: dict[str, Any]) -> Any:
-        calls.append((project, Path(dir).is_dir(), config["metrics"]["log_freq"]))
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     job_config.metrics.enable_wandb = True
     processor = MetricsProcessor(job_config, dims())
     processor.log(1, 1.5, 1.5)
     processor.close()
-    assert calls == [("mine", True, 4), (1, 1.5), "finish"]
+    given, run = wandb.init.call_args.kwargs, wandb.init.return_value
+    assert Path(given["dir"]).is_dir()
+    assert (given["project"], given["config"]["metrics"]["log_freq"]) == ("mine", 4)
+    run.log.assert_called_once_with(ANY, step=1)
+    assert run.log.call_args.args[0]["loss_metrics/global_avg_loss"] == 1.5
+    run.finish.assert_called_once_with()
 
 
 @pytest.mark.parametrize(
