@@ -214,6 +214,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         self.partition.add_group(group["params"])
         if is_8_bit(self._optim_defaults.get("state_dtype")):
             self.optim._fp32_moments = local_optimizer.fp32_moments(self)
+        # A learning rate may have changed since the last step.
+        local_optimizer.copy_settings(self.param_groups[:-1], self.optim.param_groups)
         self.optim.add_param_group(local_optimizer.local_group(self, -1))
         self.partition.build_buckets()
         self._consolidated = None
@@ -364,6 +366,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
         copied._consolidated = None
         Optimizer.__setstate__(copied, {})
+        local_optimizer.copy_settings(copied.param_groups, copied.optim.param_groups)
         local_optimizer.sync(copied)
         return copied
 

@@ -336,6 +336,19 @@ def test_state_dict_hooks(kind: str) -> None:
     assert saved["note"] == 1
 
 
+@pytest.mark.parametrize("change", ["add_param_group", "deepcopy"])
+@every_partition
+def test_a_learning_rate_set_since_the_last_step_stays(partition: str, change: str) -> None:
+    first, *others = parameters()
+    zero = ZeroRedundancyOptimizer([first], FusedAdamW, lr=0.1, **PARTITIONS[partition])
+    zero.param_groups[0]["lr"] = 0.2
+    if change == "deepcopy":
+        zero = copy.deepcopy(zero)
+    else:
+        zero.add_param_group({"params": others})
+    assert zero.param_groups[0]["lr"] == 0.2
+
+
 @every_partition
 @every_kind
 def test_load_hooks_may_adapt_the_dict(kind: str, partition: str) -> None:
