@@ -244,21 +244,26 @@ def data_that_ends(folder: Path, shared: list[str]) -> None:
 
 
 @case(1)
+@case(2)
 def validation(folder: Path, shared: list[str]) -> None:
-    """Validation reads the same data every time."""
+    """Validation reads the same data every time. On two ranks it runs through pipeline stages."""
     settings = (
         *("--validation.enable", "--validation.dataset", "text", "--validation.freq", "2"),
         *("--validation.dataset_path", str(Path(__file__).parents[2] / "docs")),
-        *("--validation.local_batch_size", "2", "--validation.seq_len", "16"),
+        *("--validation.local_batch_size", "8", "--validation.seq_len", "32"),
         *("--validation.steps", "3", "--training.steps", "5", "--optimizer.lr", "0"),
+        *("--parallelism.pipeline_parallel_degree", os.environ["WORLD_SIZE"]),
+        *("--training.global_batch_size", "16"),
     )
     with trainer_of(folder, shared, *settings) as trainer:
         trainer.train()
         assert trainer.model_parts[0].training
+        dist.barrier()
     key = "validation_metrics/loss"
     losses = {line["step"]: line[key] for line in lines(folder) if key in line}
     assert list(losses) == [0, 2, 4, 5]
     assert len(set(losses.values())) == 1
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1)  # of weights that know nothing
 
 
 @case(1)

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -322,10 +322,14 @@ class Trainer(Stateful):
                     loss = self._share_of_loss(model(inputs), labels)
                 torch.autograd.backward(loss)
                 return loss.detach()
-            losses: list[Tensor] = []
-            first = (inputs,) if self.pp_has_first_stage else ()
-            last = {"target": labels, "losses": losses} if self.pp_has_last_stage else {}
-            self.pp_schedule.step(*first, **last)
+            return self.run_pipeline(self.pp_schedule.step, inputs, labels)
+
+    def run_pipeline(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
+        """Calls a method of the schedule. Returns the loss, or -1 on stages before the last."""
+        losses: list[Tensor] = []
+        first = (inputs,) if self.pp_has_first_stage else ()
+        last = {"target": labels, "losses": losses} if self.pp_has_last_stage else {}
+        run(*first, **last)
         if not losses:
             return torch.full((), -1.0, device=self.device)
         return torch.stack(losses).mean().detach().to(self.device)

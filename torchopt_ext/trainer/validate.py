@@ -67,7 +67,7 @@ class Validator:
 
     @torch.no_grad()
     def validate(self) -> Tensor:
-        """Returns this rank's mean loss, 0-dim; -1 on pipeline stages before the last.
+        """Returns this rank's mean loss, 0-dim; a negative one on stages before the last.
 
         Raises:
             ValueError: The data set has no batch.
@@ -95,10 +95,6 @@ class Validator:
         trainer = self._trainer
         if trainer.pp_schedule is None:
             return trainer.loss_fn(trainer.model_parts[0](inputs), labels)
-        losses: list[Tensor] = []
-        last = {"target": labels, "losses": losses} if trainer.pp_has_last_stage else {}
-        trainer.pp_schedule.eval(*((inputs,) if trainer.pp_has_first_stage else ()), **last)
-        if not losses:
-            return torch.full((), -1.0, device=trainer.device)
-        share = trainer.gradient_accumulation_steps  # the schedule's loss is divided by it
-        return torch.stack(losses).mean().to(trainer.device) * share
+        loss = trainer.run_pipeline(trainer.pp_schedule.eval, inputs, labels)
+        # The schedule's loss is divided by the number of accumulated batches.
+        return loss * trainer.gradient_accumulation_steps
