@@ -229,7 +229,7 @@ def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> Result:
 
 def cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], Result]] = {"later": known_later, "LBFGS": of_lbfgs}
-    for fault in ("", "frozen"):
+    for fault in ("", "frozen", "hook", "setting"):
         found[f"reducer, {fault}"] = partial(of_reducer, fault)
     for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):
         found[f"AdamW, frozen, {options}"] = partial(of_zero, "AdamW", "frozen", options)

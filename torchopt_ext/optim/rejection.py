@@ -25,6 +25,7 @@ class Agreement:
     pending: bool = True  # this rank has not yet joined the collective in which ranks agree
     accepted: bool = False  # all ranks have agreed to make the step
     in_closure: bool = False  # a closure is under way, in which other ranks may wait for this rank
+    took_gradients: bool = False  # this rank has joined ZeRO's exchanges before the norm
 
 
 def reject_in(accumulator: Tensor) -> None:

@@ -153,6 +153,7 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
             agreement.in_closure = True
             loss = closure()
             agreement.in_closure = False
+        agreement.took_gradients = True
         context = zero._take_gradients(context)
         agrees = context.agreement is not None and not isinstance(zero.optim, FusedAdam)
         if agrees and agreement.pending:  # LBFGS calls a closure more often on some ranks
@@ -216,6 +217,9 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
         return  # in a closure, the other ranks wait in the reductions of gradients
     with suppress(Exception):
         if agreement.pending:
+            if zero.partition.hides_gradients and not agreement.took_gradients:
+                with suppress(Exception):
+                    zero.partition.take_gradients()
             total = ops.new_accumulator(zero._default_device) if with_norm else None
             agree(zero, agreement, rejects=True, total=total)
             if total is not None and not zero.verdict.is_known(total):
@@ -230,6 +234,7 @@ def clip(zero: ZeroRedundancyOptimizer, max_norm: float) -> Tensor:
     agreement = Agreement()
     try:
         zero._notice_trainability()
+        agreement.took_gradients = True
         zero.partition.take_gradients()
         mine = list(chain(*zero.partition.mine))
         grads = [param.grad for param in mine if param.grad is not None]
@@ -253,7 +258,9 @@ def rejects_if_raised(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(zero, *args)
         except Exception:
             if not zero._overlap_with_ddp:  # with overlap, step() does nothing
-                reject(zero, Agreement(), with_norm=isinstance(zero.optim, FusedAdam))
+                given, named = args
+                agreement = Agreement(in_closure=len(given) > 1 or "closure" in named)
+                reject(zero, agreement, with_norm=isinstance(zero.optim, FusedAdam))
             raise
 
     return wrapper
