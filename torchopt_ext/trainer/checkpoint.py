@@ -376,30 +376,30 @@ class CheckpointManager:
     def _choose(self, step: int) -> tuple[Path, bool] | None:
         """Returns the checkpoint that `load` loads, and whether only its model is loaded."""
         if step != -1:
-            checkpoint, model_only = self.folder / f"step-{step}", step == 0
-        else:
-            refused = []
-            found = files.by_preference(self.folder)
-            for candidate in self._everyones(found, "choosing a checkpoint")[0]:
-                checkpoint = self.folder / f"step-{candidate}"
-                problem = self._problem(checkpoint, candidate, candidate == 0)
-                if not problem:
-                    return checkpoint, candidate == 0
-                self._refused.add(candidate)
-                refused.append(f"step {candidate}: {problem}")
-                if self._rank == 0:
-                    logger.warning("Skipped %s: %s", checkpoint, problem)
-            if refused:
-                raise ConfigError(
-                    f"no checkpoint in {self.folder} can be loaded, and training from the "
-                    "beginning would replace them, so it needs another folder; "
-                    f"{'; '.join(refused)}"
-                )
-            if not self._config.initial_load_path:
-                return None
-            checkpoint = Path(self._config.initial_load_path)
-            model_only = self._config.initial_load_model_only
-        if problem := self._problem(checkpoint, None if step == -1 else step, model_only):
+            return self._checked(self.folder / f"step-{step}", step, step == 0)
+        refused = []
+        found = files.by_preference(self.folder)
+        for candidate in self._everyones(found, "choosing a checkpoint")[0]:
+            checkpoint = self.folder / f"step-{candidate}"
+            problem = self._problem(checkpoint, candidate, candidate == 0)
+            if not problem:
+                return checkpoint, candidate == 0
+            self._refused.add(candidate)
+            refused.append(f"step {candidate}: {problem}")
+            if self._rank == 0:
+                logger.warning("Skipped %s: %s", checkpoint, problem)
+        if refused:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} can be loaded, and training from the beginning "
+                f"would replace them, so it needs another folder; {'; '.join(refused)}"
+            )
+        if not self._config.initial_load_path:
+            return None
+        path, model_only = self._config.initial_load_path, self._config.initial_load_model_only
+        return self._checked(Path(path), None, model_only)
+
+    def _checked(self, checkpoint: Path, step: int | None, model_only: bool) -> tuple[Path, bool]:
+        if problem := self._problem(checkpoint, step, model_only):
             raise ConfigError(f"{checkpoint} cannot be loaded: {problem}")
         return checkpoint, model_only
 
