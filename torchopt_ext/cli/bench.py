@@ -196,7 +196,8 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 
 def seconds_of(call: Step, device: torch.device) -> float:
     """Returns the seconds of a call; on a GPU including the work that the call started."""
-    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    on_gpu = device.type == "cuda"
+    wait: Step = functools.partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
     wait()
     start = time.perf_counter()
     call()

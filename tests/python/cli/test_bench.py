@@ -64,6 +64,14 @@ def test_the_others_steps_are_the_same_training() -> None:
     assert torch.equal(params[0], start.bfloat16())
 
 
+def test_a_clock_waits_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    device = torch.device("cuda", 1)
+    assert bench.seconds_of(lambda: calls.append("step"), device) > 0
+    assert calls == [device, "step", device]
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure: object = None) -> None:
         raise RuntimeError("no compiler")
