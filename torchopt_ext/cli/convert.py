@@ -120,10 +120,10 @@ def main(args: list[str]) -> int:
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in outputs:
-        check_output(path, options.force, checkpoint=path == options.output)
-        for source_path, what in ((options.input, "the input"), (options.weights, "--weights")):
-            if source_path is not None and path.exists() and path.samefile(source_path):
+        for read, what in ((options.input, "the input"), (options.weights, "--weights")):
+            if read is not None and os.path.exists(path) and path.samefile(read):
                 raise CommandError(f"{path} is {what}")
+        check_output(path, options.force, checkpoint=path == options.output)
     weights = Weights(source, given)
     new = converted(source, weights, options)
     held = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]

@@ -428,7 +428,8 @@ def test_convert_replaces_only_when_told_to_and_whole(
         assert "there is no folder" in fails("convert", tmp_path / "a.pt", *args)
     for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # not writable for anybody
         assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
-    assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force")
+    for force in ([], ["--force"]):
+        assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", *force)
     weights = tmp_path / "weights.pt"
     torch.save({"x": torch.ones(2)}, weights)
     command = ("convert", tmp_path / "a.pt", weights, "--weights", weights, "--force")
