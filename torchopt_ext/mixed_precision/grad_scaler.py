@@ -169,7 +169,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Backs the scale off after an overflow, or grows it after enough steps without one.
 
-        Steps that replica groups refused to commit leave the scale and its counts unchanged.
+        Steps that raised, and steps that replica groups refused to commit, leave the scale and its
+        counts unchanged.
 
         Args:
             new_scale: sets the scale to this value instead.
@@ -185,10 +186,10 @@ class GradScaler(torch.amp.GradScaler):
             for found_inf in state["found_inf_per_device"].values()
         ]
         if not found:
-            if not any(state["stage"] is OptState.STEPPED for state in states):
+            if not states:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._per_optimizer_states = defaultdict(fresh_optimizer_state)
-            return  # no step was made
+            return  # no step was made, or it raised
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
         if growth != self._growth:  # torch's setters have changed the settings

@@ -328,6 +328,11 @@ def test_a_step_that_raises_leaves_no_scale(scaler_class: Any) -> None:
     handle.remove()
     scaler.step(optimizer)
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.full((4,), 0.1))
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    scaler.update()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def test_disabled_scaler() -> None:
