@@ -46,12 +46,13 @@ def worker(
         worker("parallelize", {4: 9}, NEWEST, SLOW, kind="four ranks"),
         worker("quantized", {2: 18, 3: 47}, NEWEST, seconds=250),
         worker("step_engine", {2: 39, 4: 2}),
-        worker("step_rejection", {2: 75}, NEWEST, seconds=300),
+        worker("step_rejection", {2: 79}, NEWEST, seconds=300),
         worker("zero_checkpoint", {1: 14, 4: 8, 3: 8, 2: 29}, NEWEST, seconds=240),
         worker("zero_exchange", {3: 30}, NEWEST),
         worker("zero_faults", {2: 153, 4: 21}, NEWEST),
         worker("zero_groups", {4: 23}),
         worker("zero_misuse", {2: 19}),
+        worker("zero_random", {2: 18}),
     ],
 )
 def test_all_cases_pass(
