@@ -137,16 +137,16 @@ def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int
     Raises:
         ValueError: the entry does not fit; the message names it.
     """
-    coded = name in (*CODES, *SCALES) and storage.quantizes(param)
-    if found := (
-        quantized_problem(name, value, param)
-        if coded
-        else tensor_problem(value, param, MASTERS.get(name))
-    ):
+    if name in (*CODES, *SCALES) and storage.quantizes(param):
+        found = quantized_problem(name, value, param)
+    else:
+        found = tensor_problem(value, param, MASTERS.get(name))
+    if found:
         raise ValueError(f"{name} of {_called(what)} {found}")
     local, like = local_tensor(value), local_tensor(param)
-    fixed = name in MOMENTS and storage.fixes_moment_dtype
-    dtype = storage.moment_dtype(param, name) if fixed else local.dtype
+    # Moments of an optimizer without these arguments keep the dtype that they have.
+    chosen = name in MOMENTS and (storage.master_weights or storage.state_dtype)
+    dtype = storage.moment_dtype(param, name) if chosen else local.dtype
     placed = local.is_contiguous() if name in SCALES else local.stride() == like.stride()
     if placed and local.device == like.device and local.dtype == dtype:
         return value

@@ -63,11 +63,6 @@ class Storage:
         own = param.dtype if self.master_of(param) is None else torch.float32
         return self.state_dtype or own  # type: ignore[return-value]
 
-    @property
-    def fixes_moment_dtype(self) -> bool:
-        """Whether moments of another dtype are converted; otherwise they stay as they are."""
-        return self.master_weights is not None or self.state_dtype is not None
-
     def problem(self, param: Tensor, stochastic_rounding: bool) -> str | None:
         """Returns why a parameter cannot be held this way, to follow its name, or None."""
         if self.master_of(param) not in (None, MASTER) and param.dtype == torch.float16:

@@ -198,12 +198,12 @@ def option_problem(name: str, value: Any, live: Any) -> str | None:
 
 
 def plain(value: Any, nested: bool = True) -> Any:
-    """Returns a copy without tensors: options may be tensors of one element, or lists of them."""
+    """Returns a value without tensors: options may be tensors of one element, or lists of them."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple) and nested:
         return tuple(plain(item, nested=False) for item in value)
-    return copy.deepcopy(value)
+    return value
 
 
 def _same_kind(value: Any, live: Any) -> bool:

@@ -136,7 +136,7 @@ def read_options(
         missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
         problems += _option_problems(name, values, plain(group[name]))
         if values:
-            options[name] = next(iter(values.values()))
+            options[name] = copy.deepcopy(next(iter(values.values())))
     return options
 
 

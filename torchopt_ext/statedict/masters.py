@@ -35,13 +35,8 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
         else:
             state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
             refresh_master(param, state)
-    _drop_others(state, wanted)
-
-
-def _drop_others(state: dict[str, Any], wanted: str | None) -> None:
-    for name in MASTERS:
-        if name != wanted:
-            state.pop(name, None)
+    for other in MASTERS.keys() - {wanted}:
+        state.pop(other, None)
 
 
 def remainder_of(state: dict[str, Any]) -> Tensor | None:
@@ -96,7 +91,8 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     local, exact = local_tensor(param), local_tensor(weight)
     local.copy_(exact)
     wanted = storage.master_of(param)
-    _drop_others(state, wanted)
+    for other in MASTERS.keys() - {wanted}:
+        state.pop(other, None)
     if wanted is None:
         return
     if wanted not in state:
