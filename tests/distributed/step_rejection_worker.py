@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -157,6 +158,23 @@ def of_lbfgs() -> Result:
     return found | {"went on": difference(content(zero), before) != ""}
 
 
+def fails_after_the_step(kind: str, partition: str) -> None:
+    """A hook of rank 1's local optimizer fails after the step; both ranks have all parameters."""
+    cls, defaults = KINDS[kind]
+    params = parameters()
+    zero = ZeroRedundancyOptimizer(params, cls, lr=0.01, partition=partition, **defaults)
+    before = clones(params)
+    if dist.get_rank() == 1:
+        zero.optim.register_step_post_hook(lambda *_: failing())
+    give_gradients(params, 0)
+    found = outcome(zero.step)
+    assert found["seconds"] < SOON
+    assert (found["raised"] == "ZeroDivisionError") == (dist.get_rank() == 1)
+    assert difference(clones(params), before)
+    first, second = gathered([param.tolist() for param in params])
+    assert first == second
+
+
 def of_ours(base: str, where: str, fault: str) -> Result:
     """Steps FusedAdamW, or FSDPadaptOptimizer over it or AdamW, with a group or a mesh."""
     params = parameters()
@@ -253,7 +271,10 @@ def cases() -> dict[str, Callable[[], None]]:
     found["adapted AdamW over a group, sparse"] = partial(
         of_ours, "adapted AdamW", "group", "sparse"
     )
-    return {name: partial(check, name, case) for name, case in found.items()}
+    checked = {name: partial(check, name, case) for name, case in found.items()}
+    for kind, partition in product(("FusedAdamW", "AdamW"), ("greedy", "balanced")):
+        checked[f"{kind}, {partition}, after"] = partial(fails_after_the_step, kind, partition)
+    return checked
 
 
 if __name__ == "__main__":

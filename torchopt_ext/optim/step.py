@@ -58,6 +58,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         if not (alone and optimizers[0].local_step(context)):
             agreement = agreement or Agreement()
             _step_together(optimizers, context, agreement)
+            agreement.accepted = True
         for optimizer in optimizers:
             optimizer.end_step()
     except Exception:

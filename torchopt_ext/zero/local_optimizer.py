@@ -172,6 +172,8 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     if context.agreement is not None:
         # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
         # norm, not for the update, before it sends updates, which a rejecting rank would not join.
+        if isinstance(zero.optim, FusedAdam):
+            agreement.accepted = False  # until the answer is known
         zero.verdict.check(waits=True)
     zero.partition.finish_step()
     return result
@@ -225,6 +227,9 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
             if total is not None and not zero.verdict.is_known(total):
                 devices = fused(zero).devices
                 fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
+        elif agreement.accepted and with_norm:  # a hook failed after the step
+            zero.verdict.check(waits=True)
+            zero.partition.send_updates()
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)
 
