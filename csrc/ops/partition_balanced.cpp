@@ -1,9 +1,9 @@
 // partition_balanced: lays tensors one after the other into buckets and cuts each bucket into one
 // interval per rank. Returns the tensors' buckets and starts, the buckets' lengths, and per bucket
 // world_size + 1 cuts.
+#include "ops/balanced_cuts.h"
 #include "ops/operator.h"
 #include "ops/partition_checks.h"
-#include "partition/balanced.h"
 
 namespace torchopt_ext {
 

@@ -1,13 +1,15 @@
-// partition_greedy: assigns whole tensors, largest first, each to the least loaded rank. Returns
-// the rank of every tensor in the given order. `initial_loads` are elements that ranks already
-// hold. Among ranks of equal load the rank with the least of `tie_loads` comes first.
+// partition_greedy: assigns whole tensors, largest first, each to the first rank with the least
+// load. Returns the rank of every tensor in the given order. `initial_loads` are elements that
+// ranks already hold. Among ranks of equal load the rank with the least of `tie_loads` comes first.
 #include <torchopt_ext/partition.h>
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
+#include <utility>
 
 #include "ops/operator.h"
 #include "ops/partition_checks.h"
-#include "partition/greedy.h"
 
 namespace torchopt_ext {
 namespace {
@@ -27,6 +29,7 @@ std::vector<int64_t> loads_or_zeros(at::OptionalIntArrayRef loads, const char* n
   return loads->vec();
 }
 
+// torch's ZeroRedundancyOptimizer._partition_parameters, with loads to start from.
 std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_size,
                                          at::OptionalIntArrayRef initial_loads,
                                          at::OptionalIntArrayRef tie_loads) {
@@ -35,7 +38,22 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
   check_numels(numels, *std::max_element(loads.begin(), loads.end()),
                std::numeric_limits<int64_t>::max(),
                "all numels together, added to the largest of initial_loads, are 2**63 or more");
-  return partition_greedy(numels.vec(), loads, loads_or_zeros(tie_loads, "tie_loads", world_size));
+  const std::vector<int64_t> ties = loads_or_zeros(tie_loads, "tie_loads", world_size);
+  std::vector<size_t> order(numels.size());  // largest first, ties in the order given
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return numels[a] > numels[b]; });
+  std::vector<size_t> ranks(loads.size());
+  std::iota(ranks.begin(), ranks.end(), size_t{0});
+  std::vector<int64_t> rank_of(numels.size());
+  for (const size_t i : order) {
+    const size_t least = *std::min_element(ranks.begin(), ranks.end(), [&](size_t a, size_t b) {
+      return std::pair(loads[a], ties[a]) < std::pair(loads[b], ties[b]);
+    });
+    rank_of[i] = static_cast<int64_t>(least);
+    loads[least] += numels[i];
+  }
+  return rank_of;
 }
 
 const Operator kPartitionGreedy(

@@ -1,11 +1,11 @@
 // Tests balanced cuts of small buckets, and greedy loads up to the largest int64_t, also for the
 // sanitizers. The Python tests cover the contracts.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 
-#include "partition/balanced.h"
-#include "partition/greedy.h"
+#include "ops/balanced_cuts.h"
 
 namespace torchopt_ext {
 namespace {
@@ -61,11 +61,15 @@ TEST(PartitionBalanced, SharesDifferByTheLargestItemAtMost) {
 }
 
 TEST(PartitionGreedy, LoadsReachTheEndOfInt64) {
+  using Numbers = std::vector<int64_t>;
   const int64_t most = std::numeric_limits<int64_t>::max();
-  std::vector<int64_t> loads{most / 2, most / 2};
-  const std::vector<int64_t> ranks = partition_greedy({most / 2, 1, most / 2}, loads, {1, 0});
-  EXPECT_EQ(ranks, (std::vector<int64_t>{1, 1, 0}));
-  EXPECT_EQ(loads, (std::vector<int64_t>{most - 1, most}));
+  const auto partition_greedy =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torchopt_ext::partition_greedy", "")
+          .typed<Numbers(at::IntArrayRef, int64_t, at::OptionalIntArrayRef,
+                         at::OptionalIntArrayRef)>();
+  const Numbers loads{most / 2, most / 2};
+  EXPECT_EQ(partition_greedy.call({most / 2, 1}, 2, loads, Numbers{1, 0}), (Numbers{1, 0}));
 }
 
 }  // namespace
