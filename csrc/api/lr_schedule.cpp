@@ -2,14 +2,7 @@
 
 #include <utility>
 
-#include "ops/operators.h"
-
 namespace torchopt_ext {
-
-double lr_factor(int64_t step, const LRSchedule& schedule) {
-  return lr_factor_op(step, schedule.warmup_steps, schedule.stable_steps, schedule.decay_steps,
-                      schedule.decay_type, schedule.min_factor, schedule.generation);
-}
 
 ScheduledLR::ScheduledLR(torch::optim::Optimizer& optimizer, LRSchedule schedule,
                          unsigned steps_made)
