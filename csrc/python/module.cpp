@@ -3,17 +3,59 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <bit>
+#include <utility>
+
 #include "cpu/kernel_table.h"
-#include "plan/step_checks.h"
+#include "kernels/control.h"
 #include "plan/weight_copy.h"
 #include "python/bindings.h"
-#include "python/control_fields.h"
 #include "python/optimizer_plan.h"
 
 namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
+
+// The fields of the control block in the order of the struct, which the assertion below checks.
+constexpr std::pair<const char*, double Control::*> kControlFields[kControlSize] = {
+    {"max_grad_norm", &Control::max_grad_norm},
+    {"skip_nonfinite", &Control::skip_nonfinite},
+    {"grad_norm", &Control::grad_norm},
+    {"clip_factor", &Control::clip_factor},
+    {"grad_factor", &Control::grad_factor},
+    {"found_inf", &Control::found_inf},
+    {"skip", &Control::skip},
+    {"grad_scale", &Control::grad_scale},
+    {"steps", &Control::steps},
+    {"skipped_steps", &Control::skipped_steps},
+    {"loss_scale", &Control::loss_scale},
+    {"growth_tracker", &Control::growth_tracker},
+    {"hysteresis_tracker", &Control::hysteresis_tracker},
+    {"growth_factor", &Control::growth_factor},
+    {"backoff_factor", &Control::backoff_factor},
+    {"growth_interval", &Control::growth_interval},
+    {"hysteresis", &Control::hysteresis},
+    {"consecutive_hysteresis", &Control::consecutive_hysteresis},
+    {"min_scale", &Control::min_scale},
+    {"max_scale", &Control::max_scale},
+    {"lr_factor", &Control::lr_factor},
+    {"scheduled", &Control::scheduled},
+    {"warmup_steps", &Control::warmup_steps},
+    {"stable_steps", &Control::stable_steps},
+    {"decay_steps", &Control::decay_steps},
+    {"decay_type", &Control::decay_type},
+    {"min_lr_factor", &Control::min_lr_factor},
+    {"schedule_generation", &Control::schedule_generation}};
+static_assert([] {
+  Control numbered{};
+  std::array<double, kControlSize> expected{};
+  for (int i = 0; i < kControlSize; ++i) {
+    numbered.*kControlFields[i].second = expected[i] = i;
+  }
+  return std::bit_cast<decltype(expected)>(numbered) == expected;
+}());
 
 // Adds up to kMaxPendingAdds values exactly, as doubles, and propagates the carries.
 void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
@@ -68,7 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CONTROL_FIELDS") = [] {
     py::tuple names(kControlSize);
     for (int i = 0; i < kControlSize; ++i) {
-      names[static_cast<size_t>(i)] = kControlFields[i].name;
+      names[static_cast<size_t>(i)] = kControlFields[i].first;
     }
     return names;
   }();
