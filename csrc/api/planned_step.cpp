@@ -8,13 +8,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/ScopeExit.h>
 
-#include <atomic>
 #include <cmath>
 
 #include "kernels/exact_accumulator.h"
 #include "ops/operators.h"
-#include "plan/for_each_entry.h"
-#include "plan/step_checks.h"
 
 namespace torchopt_ext {
 namespace {
@@ -36,6 +33,14 @@ void for_each_param(const PlannedStep::Groups& groups, const Visit& visit) {
       visit(g, i, number++, params[i]);
     }
   }
+}
+
+std::vector<size_t> sizes_of(const PlannedStep::Groups& groups) {
+  std::vector<size_t> sizes;
+  for (const OptimizerParamGroup& group : groups) {
+    sizes.push_back(group.params().size());
+  }
+  return sizes;
 }
 
 int64_t index_of(double Control::*field) {
@@ -152,10 +157,7 @@ void PlannedStep::build(const Groups& groups, State& state) {
     entry.position = number;
     entries.push_back(std::move(entry));
   });
-  group_sizes_.clear();
-  for (const OptimizerParamGroup& group : groups) {
-    group_sizes_.push_back(group.params().size());
-  }
+  group_sizes_ = sizes_of(groups);
   const at::Device device =
       entries.empty() ? at::Device(at::kCPU) : entries[0].tensors[kParam].device();
   plan_ = std::make_unique<StepPlan>(entries, device);
@@ -164,13 +166,8 @@ void PlannedStep::build(const Groups& groups, State& state) {
 // Takes this step's gradients. Returns false if the plan does not fit: tensors were replaced, or a
 // parameter without state has a gradient.
 bool PlannedStep::collect(const Groups& groups, const State& state) {
-  if (!plan_ || groups.size() != group_sizes_.size()) {
+  if (!plan_ || sizes_of(groups) != group_sizes_) {
     return false;
-  }
-  for (size_t g = 0; g < groups.size(); ++g) {
-    if (groups[g].params().size() != group_sizes_[g]) {
-      return false;
-    }
   }
   const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
     return groups[slot.group].params()[slot.index];
@@ -184,40 +181,33 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   for (const OptimizerParamGroup& group : groups) {
     amsgrad.push_back(options_of(group).amsgrad());
   }
-  std::atomic<bool> fits{true};
-  needs_set_gradient_.assign(slots_.size(), 0);
-  for_each_entry(slots_.size(), [&](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) {
-      if (i + kEntriesAhead < end) {
-        plan_->prefetch(i + kEntriesAhead);
-      }
-      const at::Tensor& param = param_at(slots_[i]);
-      const FusedAdamWParamState* own = state_of(state, param);
-      if (own == nullptr) {
-        fits = false;
-        return;
-      }
-      StepPlan::TensorImpls tensors{};
-      tensors[kParam] = param.unsafeGetTensorImpl();
-      tensors[kExpAvg] = own->exp_avg().unsafeGetTensorImpl();
-      tensors[kExpAvgSq] = own->exp_avg_sq().unsafeGetTensorImpl();
-      tensors[kStep] = own->step().unsafeGetTensorImpl();
-      if (amsgrad[slots_[i].group]) {
-        tensors[kMaxExpAvgSq] = own->max_exp_avg_sq().unsafeGetTensorImpl();
-      }
-      if (!plan_->attach(i, tensors)) {
-        fits = false;
-        return;
-      }
-      needs_set_gradient_[i] = !plan_->take_gradient(i, param.unsafeGetTensorImpl()->grad());
+  plan_->collect([&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
+    const at::Tensor& param = param_at(slots_[i]);
+    const FusedAdamWParamState* own = state_of(state, param);
+    tensors = {};
+    if (own == nullptr) {
+      return nullptr;  // no tensors: differs from what is known
     }
+    tensors[kParam] = param.unsafeGetTensorImpl();
+    tensors[kExpAvg] = own->exp_avg().unsafeGetTensorImpl();
+    tensors[kExpAvgSq] = own->exp_avg_sq().unsafeGetTensorImpl();
+    tensors[kStep] = own->step().unsafeGetTensorImpl();
+    if (amsgrad[slots_[i].group]) {
+      tensors[kMaxExpAvgSq] = own->max_exp_avg_sq().unsafeGetTensorImpl();
+    }
+    return &param.unsafeGetTensorImpl()->grad();
   });
-  for (size_t i = 0; fits && i < slots_.size(); ++i) {
-    if (needs_set_gradient_[i] != 0) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (plan_->pending(i) == StepPlan::Pending::kAll) {
+      return false;
+    }
+  }
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (plan_->pending(i) == StepPlan::Pending::kGradient) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
     }
   }
-  return fits;
+  return true;
 }
 
 void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {

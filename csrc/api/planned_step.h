@@ -49,10 +49,9 @@ class PlannedStep {
 
   std::unordered_map<const void*, std::string> names_;
   std::unique_ptr<StepPlan> plan_;
-  std::vector<Slot> slots_;                  // by plan entry
-  std::vector<Slot> without_state_;          // parameters without state
-  std::vector<size_t> group_sizes_;          // when the plan was built
-  std::vector<uint8_t> needs_set_gradient_;  // by plan entry: whether set_gradient() must take it
+  std::vector<Slot> slots_;          // by plan entry
+  std::vector<Slot> without_state_;  // parameters without state
+  std::vector<size_t> group_sizes_;  // when the plan was built
   at::Tensor control_;
   at::Tensor accumulator_;
   std::pair<double, bool> settings_;  // the control block's

@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "ops/operator.h"
-#include "plan/step_checks.h"
+#include "plan/tensor_checks.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {

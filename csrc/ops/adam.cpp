@@ -5,16 +5,11 @@
 #include <type_traits>
 
 #include "ops/operator.h"
-#include "plan/step_checks.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 
 namespace torchopt_ext {
 namespace {
-
-void check_count(size_t actual, size_t expected, const char* what) {
-  TORCH_CHECK(actual == expected, "got ", actual, " ", what, " for ", expected, " parameters");
-}
 
 // The learning rate is a number or a tensor.
 template <class Lr>
@@ -32,12 +27,15 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   }
   check_hyper(hyper.adam);
   const size_t n = params.size();
-  check_count(grads.size(), n, "gradients");
-  check_count(exp_avgs.size(), n, "exp_avgs");
-  check_count(exp_avg_sqs.size(), n, "exp_avg_sqs");
-  check_count(state_steps.size(), n, "state_steps");
+  const auto check_count = [n](at::TensorList list, const char* what) {
+    TORCH_CHECK(list.size() == n, "got ", list.size(), " ", what, " for ", n, " parameters");
+  };
+  check_count(grads, "gradients");
+  check_count(exp_avgs, "exp_avgs");
+  check_count(exp_avg_sqs, "exp_avg_sqs");
+  check_count(state_steps, "state_steps");
   if (!max_exp_avg_sqs.empty()) {
-    check_count(max_exp_avg_sqs.size(), n, "max_exp_avg_sqs");
+    check_count(max_exp_avg_sqs, "max_exp_avg_sqs");
   }
   std::vector<StepPlan::Entry> entries(n);
   for (size_t i = 0; i < n; ++i) {

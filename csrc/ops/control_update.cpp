@@ -2,7 +2,6 @@
 // accumulator and writes them to the control block (float64, fields as in kernels/control.h).
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "work/passes.h"
 
@@ -26,13 +25,10 @@ void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
   bump_version(control);
 }
 
-namespace {
-
 const Operator kControlUpdate(
     "control_update_",
     "(Tensor(a!) control, Tensor accumulator, Tensor? grad_scale=None, Tensor? "
     "found_inf=None) -> ()",
     control_update_);
 
-}  // namespace
 }  // namespace torchopt_ext

@@ -1,7 +1,6 @@
 // grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "work/passes.h"
 
@@ -31,10 +30,7 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   bump_version(accumulator);
 }
 
-namespace {
-
 const Operator kGradSumsq("grad_sumsq_", "(Tensor[] grads, Tensor(a!) accumulator) -> ()",
                           grad_sumsq_);
 
-}  // namespace
 }  // namespace torchopt_ext

@@ -1,7 +1,6 @@
 // loss_scale_update_: after a step under a gradient scaler, copies `scale` (one float32 element)
 // into the control block, backs it off or grows it by the block's settings, and writes it back.
 #include "ops/operator.h"
-#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "work/passes.h"
 

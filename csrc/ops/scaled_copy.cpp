@@ -6,7 +6,6 @@
 
 #include "ops/operator.h"
 #include "ops/operators.h"
-#include "plan/step_checks.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
@@ -14,21 +13,17 @@
 namespace torchopt_ext {
 namespace {
 
-void check_tensor(const at::Tensor& tensor, const Label& what, at::Device device) {
-  check_supported(tensor, what);
-  TORCH_CHECK(tensor.device() == device, what, " is on ", tensor.device(), ", expected ", device,
-              " as the control block");
-}
-
 void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Device device) {
-  check_tensor(to, Label{"to", i}, device);
-  check_tensor(from, Label{"from", i}, device);
-  check_dense(to, Label{"to", i});
-  TORCH_CHECK(from.sizes() == to.sizes(), Label{"from", i}, " has shape ", from.sizes(),
-              ", expected ", to.sizes());
-  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), Label{"from", i}, " has dtype ",
-              from.scalar_type(), " and ", Label{"to", i}, " ", to.scalar_type(),
-              "; float64 goes with float64 only");
+  const Label to_what{"to", i};
+  const Label from_what{"from", i};
+  check_supported(to, to_what);
+  check_supported(from, from_what);
+  check_dense(to, to_what);
+  TORCH_CHECK(to.device() == device, to_what, " is on ", to.device(), ", expected ", device,
+              " as the control block");
+  check_like(from, from_what, to, to_what);
+  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), from_what, " has dtype ", from.scalar_type(),
+              " and ", to_what, " ", to.scalar_type(), "; float64 goes with float64 only");
 }
 
 // Raises if a written tensor shares memory with another tensor, except to[i] with from[i] itself.
@@ -88,12 +83,9 @@ void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& cont
   }
 }
 
-namespace {
-
 // The name is `from_`: the keyword `from` would break the Python code that torch.compile writes.
 const Operator kScaledCopy(
     "scaled_copy_", "(Tensor(a! -> *)[] to, Tensor[] from_, Tensor control, *, bool unscale) -> ()",
     scaled_copy_);
 
-}  // namespace
 }  // namespace torchopt_ext

@@ -49,7 +49,7 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
 
 void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   const at::Tensor& param = tensors[kParam];
-  const Label param_what = what(role(kParam, i), i);
+  const Label param_what = what(kParam, i);
   check_supported(param, param_what, /*complex=*/true);
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
@@ -70,13 +70,13 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     check_moments(i, tensors, dense);
   }
   if (tensors[kMaster].defined()) {
-    check_master(tensors[kMaster], what(role(kMaster, i), i), dense, param_what);
+    check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
   }
   const at::Tensor& step = tensors[kStep];
   TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
                   step.device() == device_,
-              what(role(kStep, i), i), " is not one float32 element on ", device_);
-  check_memory(step, what(role(kStep, i), i));
+              what(kStep, i), " is not one float32 element on ", device_);
+  check_memory(step, what(kStep, i));
 
   TensorWork& work = work_.tensors[i];
   for (size_t array = 0; array < kPersistentArrays; ++array) {
@@ -108,9 +108,9 @@ void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor&
     if (!moment.defined() && array == kMaxExpAvgSq) {
       continue;
     }
-    const Label moment_what = what(role(array, i), i);
+    const Label moment_what = what(array, i);
     check_supported(moment, moment_what, /*complex=*/true);
-    check_matches(moment, moment_what, dense, what("parameter", i));
+    check_matches(moment, moment_what, dense, what(kParam, i));
     TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
                     moment.is_complex() == param.is_complex(),
                 moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
@@ -120,14 +120,14 @@ void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor&
                 " as exp_avg of the same parameter");
   }
   for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
-    TORCH_CHECK(!tensors[array].defined(), what(role(array, i), i),
+    TORCH_CHECK(!tensors[array].defined(), what(array, i),
                 " goes with int8 moments, but exp_avg has dtype ", tensors[kExpAvg].scalar_type());
   }
 }
 
 // 8-bit moments need contiguous rows of at least one group's elements.
 void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
-  const Label param_what = what("parameter", i);
+  const Label param_what = what(kParam, i);
   const at::ScalarType dtype = dense.scalar_type();
   TORCH_CHECK(
       dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)),
@@ -137,11 +137,11 @@ void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tenso
   const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
   TORCH_CHECK(row >= kQuantGroup, param_what, " has rows of ", row,
               " elements; 8-bit moments need ", kQuantGroup, " or more");
-  TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(role(kMaxExpAvgSq, i), i),
+  TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(kMaxExpAvgSq, i),
               " does not go with 8-bit moments");
   for (const auto& [array, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
     const at::Tensor& moment = tensors[array];
-    const Label moment_what = what(role(array, i), i);
+    const Label moment_what = what(array, i);
     TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
                 moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
     check_memory(moment, moment_what);
@@ -150,7 +150,7 @@ void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tenso
   const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
   for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
     const at::Tensor& scale = tensors[array];
-    const Label scale_what = what(role(array, i), i);
+    const Label scale_what = what(array, i);
     TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
     check_memory(scale, scale_what);
     TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&

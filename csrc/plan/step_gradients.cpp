@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "plan/for_each_entry.h"
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
@@ -28,7 +27,7 @@ void set_if_other(T& value, Value other) {
 void StepPlan::check_step_count(size_t i) const {
   if (device_.is_cpu()) {
     const float step = step_of(work_.tensors[i]);
-    TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what("state step", i), " is ", step,
+    TORCH_CHECK(step >= 0.0f && step < 0x1p62f, what(kStep, i), " is ", step,
                 ", expected a count of steps");
   }
 }
@@ -76,20 +75,17 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   const bool fits = dtype == expected || (dtype == at::kFloat && is_16_bit(expected)) ||
                     (is_16_bit(dtype) && expected == at::kFloat);
   if (gradient.layout() != at::kStrided || !fits || gradient.is_meta()) {
-    check_supported(gradient, what("gradient", i), /*complex=*/true);
-    TORCH_CHECK(false, what("gradient", i), " has dtype ", dtype, ", expected ", expected);
+    check_supported(gradient, what(kGrad, i), /*complex=*/true);
+    TORCH_CHECK(false, what(kGrad, i), " has dtype ", dtype, ", expected ", expected);
   }
-  TORCH_CHECK(gradient.sizes() == param.sizes(), what("gradient", i), " has shape ",
-              gradient.sizes(), ", expected ", param.sizes());
-  TORCH_CHECK(gradient.device() == device_, what("gradient", i), " is on ", gradient.device(),
-              ", expected ", device_);
+  check_like(gradient, what(kGrad, i), param, what(kParam, i));
   check_step_count(i);
   if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
     known.gradient_keys = gradient.key_set();
     known.gradient_type = dtype;
     gradients_[i] = gradient;
   } else {
-    TORCH_CHECK(!work_.options.write_back_gradients, what("gradient", i), " has strides ",
+    TORCH_CHECK(!work_.options.write_back_gradients, what(kGrad, i), " has strides ",
                 gradient.strides(),
                 ", not its parameter's, or is a lazy view, and cannot be written back while it is "
                 "stepped");
@@ -106,7 +102,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   static constexpr char kEmptyGradient = 0;
   work.memory[kGrad] = const_cast<void*>(
       gradient.numel() > 0 ? address(*gradients_[i].unsafeGetTensorImpl()) : &kEmptyGradient);
-  TORCH_CHECK(work.memory[kGrad] != nullptr, what("gradient", i),
+  TORCH_CHECK(work.memory[kGrad] != nullptr, what(kGrad, i),
               gradient.unsafeGetTensorImpl()->is_python_dispatch()
                   ? " is a tensor subclass without memory of its own, expected a plain tensor"
                   : " has had its storage freed");

@@ -11,10 +11,10 @@
 namespace torchopt_ext {
 namespace {
 
-constexpr const char* kRoleNames[] = {"parameter",           "exp_avg",       "exp_avg_sq",
-                                      "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
-                                      "exp_avg_sq_scale_v2", "state step"};
-static_assert(std::size(kRoleNames) == kPersistentArrays);
+constexpr const char* kRoles[] = {"parameter",           "exp_avg",       "exp_avg_sq",
+                                  "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
+                                  "exp_avg_sq_scale_v2", "state step",    "gradient"};
+static_assert(std::size(kRoles) == kArrays);
 
 // Returns sizes and strides of the scales of a contiguous parameter's moments.
 Shape scale_shape(const Shape& param) {
@@ -59,19 +59,15 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
   split_into_chunks();
 }
 
-Label StepPlan::what(const char* role, size_t i) const {
-  return {role, names_[i].position, &names_[i].name};
-}
-
 bool StepPlan::is_copied(size_t i) const {
   return std::binary_search(copied_.begin(), copied_.end(), i);
 }
 
-const char* StepPlan::role(size_t array, size_t i) const {
-  if (is_copied(i) && (array == kParam || array == kMaster)) {
-    return array == kParam ? "low-precision copy" : kRoleNames[kParam];
-  }
-  return kRoleNames[array];
+Label StepPlan::what(size_t array, size_t i) const {
+  const bool is_copy = array == kParam && is_copied(i);
+  const bool is_weight = array == kMaster && is_copied(i);
+  const char* role = is_copy ? "low-precision copy" : kRoles[is_weight ? size_t{kParam} : array];
+  return {role, names_[i].position, &names_[i].name};
 }
 
 void StepPlan::check_overlap(at::TensorList gradients) const {
@@ -91,10 +87,7 @@ void StepPlan::check_overlap(at::TensorList gradients) const {
   }
   tensors.resize(size());  // the parameters: the message names parameters if they overlap
   overlap = find_overlap(tensors).value_or(*overlap);
-  const auto name = [&](size_t k) {
-    const size_t array = k / size();
-    return what(array == kGrad ? "gradient" : role(array, k % size()), k % size());
-  };
+  const auto name = [&](size_t k) { return what(k / size(), k % size()); };
   TORCH_CHECK(false, name(overlap->first), " shares memory with ", name(overlap->second));
 }
 
@@ -145,7 +138,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     for (size_t array = 0; array < kPersistentArrays; ++array) {
       tensors[array] = to_tensor(borrowed_[i][array]);
     }
-    TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what("parameter", i),
+    TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what(kParam, i),
                 " is of another dtype, which decides what state it needs");
     check_entry(i, tensors);
   }

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plan/for_each_entry.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
@@ -19,9 +20,10 @@
 
 namespace torchopt_ext {
 
-// The order of a step: attach() for every entry, renew() of those that changed; take_gradient() or
-// set_gradient() for every entry; check_gradient_overlap(), renew_copies(); accumulate() and the
-// caller's control update; update(); release(). A new plan's entries are attached.
+// The order of a step: collect(), renew() of the entries that changed, set_gradient() of the
+// entries whose gradient collect() did not take; check_gradient_overlap(), renew_copies();
+// accumulate() and the caller's control update; update(); release(). A new plan's entries need
+// set_gradient() only.
 class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
@@ -52,19 +54,32 @@ class StepPlan {
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {},
            at::TensorList read = {});
 
-  // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
-  // same Python object), its memory, shape or dtype differs from the known one (of the step count
-  // only the memory). Several threads may attach different entries at once.
-  bool attach(size_t i, const TensorImpls& tensors);
+  // What an entry still needs after collect().
+  enum class Pending : uint8_t { kNothing, kGradient, kAll };
+
+  // Compares every entry's current tensors with those known and takes its gradient, on all threads:
+  // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
+  // returns its gradient, or null to leave it pending.
+  template <class Read>
+  void collect(const Read& read) {
+    pending_.resize(size());
+    for_each_entry(size(), [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) {
+        if (i + kEntriesAhead < end) {
+          prefetch(i + kEntriesAhead);
+        }
+        TensorImpls tensors;
+        const at::Tensor* gradient = read(i, tensors);
+        pending_[i] = !attach(i, tensors)                                  ? Pending::kAll
+                      : gradient != nullptr && take_gradient(i, *gradient) ? Pending::kNothing
+                                                                           : Pending::kGradient;
+      }
+    });
+  }
+  Pending pending(size_t i) const { return pending_[i]; }
 
   // Adopts the tensors of the `changed` entries, in ascending order, with the constructor's checks.
   void renew(const std::vector<size_t>& changed);
-
-  // Takes this step's gradient of an entry, which may be undefined. Returns false if it is not like
-  // the gradient before. Several threads may take gradients of different entries at once, without
-  // the GIL: the parameter also refers to the gradient, so this reference is never the first or
-  // last reference besides Python's.
-  bool take_gradient(size_t i, const at::Tensor& gradient);
 
   // Takes any gradient of an entry. Copies a gradient whose strides differ from its parameter's.
   // Needs the GIL if the gradient may have a Python object.
@@ -90,9 +105,6 @@ class StepPlan {
   at::Device device() const { return device_; }
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
-
-  // Prefetches the memory of an entry that attach() and set_gradient() read.
-  void prefetch(size_t i) const;
 
  private:
   // The known properties of an entry besides its TensorWork. A step reads all of them.
@@ -120,8 +132,18 @@ class StepPlan {
     size_t position;
   };
 
-  Label what(const char* role, size_t i) const;
-  const char* role(size_t array, size_t i) const;
+  // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
+  // same Python object), its memory, shape or dtype differs from the known one (of the step count
+  // only the memory).
+  bool attach(size_t i, const TensorImpls& tensors);
+  // Takes a gradient, which may be undefined. Returns false if it is not like the gradient before.
+  // Needs no GIL: the parameter also refers to the gradient, so this reference is never the first
+  // or last reference besides Python's.
+  bool take_gradient(size_t i, const at::Tensor& gradient);
+  // Prefetches the memory of an entry that attach() and take_gradient() read.
+  void prefetch(size_t i) const;
+
+  Label what(size_t array, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
   void check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
@@ -136,6 +158,7 @@ class StepPlan {
   WorkList work_;
   std::vector<Known> known_;
   std::vector<TensorImpls> borrowed_;
+  std::vector<Pending> pending_;
   std::vector<at::Tensor> gradients_;  // keeps this step's gradients alive
   // Gradients that set_gradient() took, until release(): to drop a gradient's last reference
   // besides Python's takes the GIL and may run a finalizer.

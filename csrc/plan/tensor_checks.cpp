@@ -1,14 +1,20 @@
 #include "plan/tensor_checks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <ostream>
 
+#include "kernels/control.h"
+#include "kernels/exact_accumulator.h"
 #include "plan/tensor_fields.h"
 
 namespace torchopt_ext {
 
 std::ostream& operator<<(std::ostream& out, const Label& label) {
-  out << label.role << " " << label.index;
+  out << label.role;
+  if (label.index) {
+    out << " " << *label.index;
+  }
   if (label.name != nullptr && !label.name->empty()) {
     out << " ('" << *label.name << "')";
   }
@@ -37,14 +43,19 @@ void check_memory(const at::Tensor& tensor, const Label& what) {
               tensor.has_storage() ? " has had its storage freed" : " has no storage");
 }
 
-void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& param,
-                   const Label& param_what) {
-  TORCH_CHECK(tensor.sizes() == param.sizes(), what, " has shape ", tensor.sizes(), ", expected ",
-              param.sizes(), " as ", param_what);
-  TORCH_CHECK(tensor.device() == param.device(), what, " is on ", tensor.device(), ", expected ",
-              param.device(), " as ", param_what);
-  TORCH_CHECK(same_layout(tensor, param), what, " has strides ", tensor.strides(), ", expected ",
-              param.strides(), " as ", param_what);
+void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                const Label& other_what) {
+  TORCH_CHECK(tensor.sizes() == other.sizes(), what, " has shape ", tensor.sizes(), ", expected ",
+              other.sizes(), " as ", other_what);
+  TORCH_CHECK(tensor.device() == other.device(), what, " is on ", tensor.device(), ", expected ",
+              other.device(), " as ", other_what);
+}
+
+void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                   const Label& other_what) {
+  check_like(tensor, what, other, other_what);
+  TORCH_CHECK(same_layout(tensor, other), what, " has strides ", tensor.strides(), ", expected ",
+              other.strides(), " as ", other_what);
 }
 
 void check_dense(const at::Tensor& tensor, const Label& what) {
@@ -58,6 +69,16 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 namespace {
+
+void check_block(const at::Tensor& tensor, const Label& what, at::ScalarType dtype, int64_t numel,
+                 std::optional<at::Device> device) {
+  TORCH_CHECK(!device || tensor.device() == *device, what, " is on ", tensor.device(),
+              ", expected ", *device);
+  check_memory(tensor, what);
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(),
+              what, " is ", tensor.scalar_type(), tensor.sizes(), ", expected contiguous ", dtype,
+              "[", numel, "]");
+}
 
 // Returns stride and size of each dimension with more than one element, smallest stride first.
 std::vector<std::pair<int64_t, int64_t>> sorted_strides(const c10::TensorImpl& tensor) {
@@ -79,23 +100,18 @@ struct MemoryRange {
   bool written;
 };
 
-// Appends the memory of a tensor that has elements, gaps between the elements included.
-void append_span(const c10::TensorImpl& tensor, size_t source, bool written,
-                 std::vector<MemoryRange>& ranges) {
-  const at::IntArrayRef sizes = tensor.sizes();
-  const at::IntArrayRef strides = tensor.strides();
-  int64_t elements = 1;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    elements += (sizes[d] - 1) * strides[d];
+// Calls add(begin, end) for the memory of a tensor, gaps between its elements included, in elements
+// from its address on.
+constexpr auto visit_span = [](const c10::TensorImpl& tensor, const auto& add) {
+  int64_t end = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    end += (tensor.size(d) - 1) * tensor.stride(d);
   }
-  const auto* begin = static_cast<const char*>(address(tensor));
-  ranges.push_back(
-      {begin, begin + elements * static_cast<int64_t>(tensor.itemsize()), source, written});
-}
+  add(0, end);
+};
 
-// Appends the tensor's runs of elements without gaps: tensors may lie in each other's gaps.
-void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
-                 std::vector<MemoryRange>& ranges) {
+// The same for each run of elements without gaps: tensors may lie in each other's gaps.
+constexpr auto visit_runs = [](const c10::TensorImpl& tensor, const auto& add) {
   int64_t run = 1;
   std::vector<int64_t> starts{0};
   for (const auto& [stride, size] : sorted_strides(tensor)) {
@@ -110,12 +126,10 @@ void append_runs(const c10::TensorImpl& tensor, size_t source, bool written,
       }
     }
   }
-  const auto bytes = static_cast<int64_t>(tensor.itemsize());
   for (const int64_t start : starts) {
-    const char* begin = static_cast<const char*>(address(tensor)) + start * bytes;
-    ranges.push_back({begin, begin + run * bytes, source, written});
+    add(start, start + run);
   }
-}
+};
 
 // The addresses of tensors that were allocated one after another ascend. Merging a few such lists
 // takes a third of the time of sorting them.
@@ -135,17 +149,21 @@ void sort_ascending_lists(std::vector<MemoryRange>& ranges) {
   }
 }
 
-// Finds an overlap of the ranges that append(tensor, position, written, ranges) appends.
-template <class Append>
+template <class Visit>
 std::optional<std::pair<size_t, size_t>> find_overlap_of(const std::vector<UsedTensor>& tensors,
-                                                         const Append& append) {
+                                                         const Visit& visit_memory) {
   std::vector<MemoryRange> ranges;
   ranges.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [tensor, written] = tensors[i];
-    if (tensor != nullptr && tensor->numel() > 0) {
-      append(*tensor, i, written, ranges);
+    const c10::TensorImpl* tensor = tensors[i].tensor;
+    if (tensor == nullptr || tensor->numel() == 0) {
+      continue;
     }
+    const auto* memory = static_cast<const char*>(address(*tensor));
+    const auto bytes = static_cast<int64_t>(tensor->itemsize());
+    visit_memory(*tensor, [&](int64_t begin, int64_t end) {
+      ranges.push_back({memory + begin * bytes, memory + end * bytes, i, tensors[i].written});
+    });
   }
   sort_ascending_lists(ranges);
   // The ranges that reach furthest so far, among the written ranges and among all ranges.
@@ -178,8 +196,47 @@ void check_no_internal_overlap(const at::Tensor& tensor, const Label& what) {
 }
 
 std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTensor>& tensors) {
-  return find_overlap_of(tensors, append_span) ? find_overlap_of(tensors, append_runs)
-                                               : std::nullopt;
+  return find_overlap_of(tensors, visit_span) ? find_overlap_of(tensors, visit_runs) : std::nullopt;
+}
+
+void check_accumulator(const at::Tensor& accumulator, std::optional<at::Device> device) {
+  check_block(accumulator, {"accumulator"}, at::kLong, ExactAccumulator::kSize, device);
+}
+
+void check_control(const at::Tensor& control, std::optional<at::Device> device) {
+  check_block(control, {"control"}, at::kDouble, kControlSize, device);
+}
+
+void check_scalar(const at::Tensor& tensor, const char* what, at::Device device, bool or_double) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.numel() == 1 && tensor.device() == device &&
+                  (dtype == at::kFloat || (or_double && dtype == at::kDouble)) &&
+                  address(*tensor.unsafeGetTensorImpl()) != nullptr,
+              what, " is not one float32", or_double ? " or float64" : "", " element on ", device,
+              ", or has had its storage freed");
+}
+
+void check_hyper(const AdamHyper& hyper) {
+  // lr may be below 0: schedules that end at 0 may miss 0 by a rounding.
+  TORCH_CHECK_VALUE(!std::isnan(hyper.lr), "Invalid learning rate: ", hyper.lr);
+  // A NaN fails each of the comparisons.
+  TORCH_CHECK_VALUE(hyper.beta1 >= 0.0 && hyper.beta1 < 1.0,
+                    "Invalid beta parameter at index 0: ", hyper.beta1);
+  TORCH_CHECK_VALUE(hyper.beta2 >= 0.0 && hyper.beta2 < 1.0,
+                    "Invalid beta parameter at index 1: ", hyper.beta2);
+  TORCH_CHECK_VALUE(hyper.eps >= 0.0, "Invalid epsilon value: ", hyper.eps);
+  TORCH_CHECK_VALUE(hyper.weight_decay >= 0.0, "Invalid weight_decay value: ", hyper.weight_decay);
+}
+
+void check_lr(const at::Tensor& lr, at::Device device) {
+  TORCH_CHECK(lr.numel() == 1, "lr has ", lr.numel(), " elements, expected 1");
+  TORCH_CHECK(lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble, "lr has dtype ",
+              lr.scalar_type(), ", expected float32 or float64");
+  TORCH_CHECK(lr.is_cpu() || lr.device() == device, "lr is on ", lr.device(),
+              ", expected the CPU or ", device);
+  TORCH_CHECK(lr.layout() == at::kStrided && address(*lr.unsafeGetTensorImpl()) != nullptr,
+              "lr has no memory to be read: it has layout ", lr.layout(),
+              ", or has had its storage freed");
 }
 
 void bump_version(const at::Tensor& tensor) {

@@ -1,5 +1,5 @@
-// Checks on the tensors of a step, all made before anything is written. Messages name the tensor's
-// role, position and, where known, the parameter's name.
+// Checks of a step's tensors and other arguments, all made before anything is written. Messages
+// name the tensor's role, position and, where known, the parameter's name.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/adam.h"
 #include "work/tensor_dtype.h"
 
 namespace torchopt_ext {
@@ -18,7 +19,7 @@ namespace torchopt_ext {
 // a call checks thousands of tensors, and building their names takes longer than the checks.
 struct Label {
   const char* role;
-  size_t index;
+  std::optional<size_t> index = std::nullopt;
   const std::string* name = nullptr;  // may be empty
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
@@ -29,9 +30,12 @@ void check_supported(const at::Tensor& tensor, const Label& what, bool complex =
 // Raises unless the tensor is strided and has memory that holds its values: not is_lazy().
 void check_memory(const at::Tensor& tensor, const Label& what);
 
-// Raises unless shape, device and strides are the parameter's, so that element indices agree.
-void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& param,
-                   const Label& param_what);
+// Raises unless shape and device are those of `other`.
+void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                const Label& other_what);
+// Raises unless shape, device and strides are those of `other`, so that element indices agree.
+void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                   const Label& other_what);
 
 // Raises unless storage order covers every element once: no overlap between elements, no gaps.
 void check_dense(const at::Tensor& tensor, const Label& what);
@@ -55,6 +59,17 @@ struct UsedTensor {
 // Returns the positions of two tensors that share memory and of which at least one is written. Fast
 // if addresses are a few ascending lists one after another.
 std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTensor>& tensors);
+
+// Without `device` the tensor may be on any device.
+void check_accumulator(const at::Tensor& accumulator,
+                       std::optional<at::Device> device = std::nullopt);
+void check_control(const at::Tensor& control, std::optional<at::Device> device = std::nullopt);
+// Raises unless `tensor` is one element of float32 or, with `or_double`, float64.
+void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
+                  bool or_double = false);
+// Raises, naming the argument, outside the ranges of torch.optim.AdamW. lr may be below 0.
+void check_hyper(const AdamHyper& hyper);
+void check_lr(const at::Tensor& lr, at::Device device);
 
 // Reports an in-place change to autograd, as torch's own operators do.
 void bump_version(const at::Tensor& tensor);

@@ -1,44 +1,27 @@
 // Moves the gradients of a step from Python's objects to the plans: OptimizerPlan::collect().
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "plan/for_each_entry.h"
 #include "python/optimizer_plan.h"
 
 namespace torchopt_ext {
 
 namespace py = pybind11;
 
-// Attaches each entry's tensors and takes its gradient, on all threads, if nothing changed and no
-// Python is involved. For most entries this only reads memory. Records in pending_ what the other
-// entries still need.
+// Takes the tensors and gradients that need no Python.
 void OptimizerPlan::collect_unchanged(size_t part) {
   const std::vector<EntryObjects>& objects = objects_[part];
-  StepPlan& plan = plans_[part];
-  pending_.resize(objects.size());
-  for_each_entry(objects.size(), [&](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) {
-      if (i + kEntriesAhead < end) {
-        for (const py::object& object : objects[i + kEntriesAhead].local) {
-          __builtin_prefetch(object.ptr());
-        }
-        plan.prefetch(i + kEntriesAhead);
-      }
-      StepPlan::TensorImpls borrowed;
-      for (size_t k = 0; k < borrowed.size(); ++k) {
-        PyObject* object = objects[i].local[k].ptr();
-        borrowed[k] =
-            object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
-      }
-      if (!plan.attach(i, borrowed)) {
-        pending_[i] = Pending::kAll;
-      } else if (!objects[i].path.empty()) {
-        pending_[i] = Pending::kGradient;
-      } else {
-        // Avoids at::Tensor::grad(), which looks for non-leaf tensors to warn about.
-        const at::Tensor& gradient = borrowed[objects[i].own]->grad();
-        pending_[i] = plan.take_gradient(i, gradient) ? Pending::kNothing : Pending::kGradient;
+  plans_[part].collect([&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
+    if (i + kEntriesAhead < objects.size()) {
+      for (const py::object& object : objects[i + kEntriesAhead].local) {
+        __builtin_prefetch(object.ptr());
       }
     }
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      PyObject* object = objects[i].local[k].ptr();
+      tensors[k] = object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
+    }
+    // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
+    return objects[i].path.empty() ? &tensors[objects[i].own]->grad() : nullptr;
   });
 }
 
@@ -46,9 +29,10 @@ void OptimizerPlan::collect_unchanged(size_t part) {
 // a parameter has another local tensor than before, or if the changed tensors fail a check.
 bool OptimizerPlan::attach_changed(size_t part) {
   const std::vector<EntryObjects>& objects = objects_[part];
+  StepPlan& plan = plans_[part];
   std::vector<size_t> changed;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (pending_[i] == Pending::kNothing) {
+    if (plan.pending(i) == StepPlan::Pending::kNothing) {
       continue;
     }
     const LocalPath& path = objects[i].path;
@@ -56,7 +40,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
         !path.follow(objects[i].param.ptr()).is(objects[i].local[objects[i].own])) {
       return false;
     }
-    if (pending_[i] == Pending::kAll) {
+    if (plan.pending(i) == StepPlan::Pending::kAll) {
       changed.push_back(i);
     }
   }
@@ -64,7 +48,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
     return true;
   }
   try {
-    plans_[part].renew(changed);
+    plan.renew(changed);
   } catch (const c10::Error&) {
     return false;  // the optimizer then makes the state fit, or reports the error
   }
@@ -78,7 +62,7 @@ void OptimizerPlan::set_pending_gradients(size_t part) {
   py::list to_unwrap;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (pending_[i] == Pending::kNothing) {
+    if (plan.pending(i) == StepPlan::Pending::kNothing) {
       continue;
     }
     const at::Tensor& gradient =

@@ -52,22 +52,19 @@ class TensorMark {
 
 using Marks = std::vector<std::shared_ptr<TensorMark>>;
 
+// Whether a plan reads the gradient of `like` without a copy.
 bool is_read_as_it_is(const at::Tensor& gradient, const at::Tensor& like) {
+  const c10::TensorImpl& impl = *gradient.unsafeGetTensorImpl();
   const at::ScalarType dtype = gradient.scalar_type();
-  const bool summed =
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
-  if (!summed || gradient.layout() != at::kStrided ||
-      gradient.unsafeGetTensorImpl()->is_python_dispatch()) {
-    return false;
-  }
-  return gradient.device() == like.device() && like.is_non_overlapping_and_dense() &&
-         has_shape(*gradient.unsafeGetTensorImpl(), shape_of(like)) && !is_lazy(gradient) &&
-         address(*gradient.unsafeGetTensorImpl()) != nullptr;
+  return (dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype)) &&
+         gradient.layout() == at::kStrided && !impl.is_python_dispatch() &&
+         gradient.device() == like.device() && like.is_non_overlapping_and_dense() &&
+         has_shape(impl, shape_of(like)) && !is_lazy(gradient) && address(impl) != nullptr;
 }
 
-// Adds the squares of the gradients that a plan reads without a copy: dense, with the layout of the
-// tensor of `like` at their position. Returns a null mark for each gradient left out, which may be
-// None. Without `gradients`, takes the gradients of `like`, which avoids a Python object for each.
+// Adds the squares of the gradients that a plan reads as they are. Returns a null mark for each
+// gradient left out, which may be None. Without `gradients`, takes the gradients of `like`, which
+// avoids a Python object for each.
 Marks sum_gradients(const py::list& like, const std::optional<py::list>& gradients,
                     const at::Tensor& accumulator) {
   TORCH_CHECK_VALUE(!gradients || like.size() == gradients->size(), "got ", gradients->size(),

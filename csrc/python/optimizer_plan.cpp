@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "ops/operators.h"
-#include "plan/step_checks.h"
 
 namespace torchopt_ext {
 namespace {
@@ -28,17 +27,11 @@ std::string mismatch(const char* name, py::handle value, const char* expected) {
 
 // Converts a value as Python's float(), but raises for a string.
 double number(const char* name, py::handle value) {
-  PyObject* const converted =
-      PyUnicode_Check(value.ptr()) != 0 ? nullptr : PyNumber_Float(value.ptr());
-  if (converted == nullptr) {
-    const std::string message = mismatch(name, value, "a number");
-    if (PyErr_Occurred() == nullptr) {
-      throw py::type_error(message);
-    }
-    py::raise_from(PyExc_TypeError, message.c_str());
-    throw py::error_already_set();
+  try {
+    return value.cast<double>();
+  } catch (const py::cast_error&) {
+    throw py::type_error(mismatch(name, value, "a number"));
   }
-  return py::reinterpret_steal<py::float_>(converted);
 }
 
 // Whether a value is true. Raises for a string, as "no" would be true.

@@ -93,9 +93,6 @@ class OptimizerPlan {
     bool frozen;
   };
 
-  // The work that collect() still has to do for an entry.
-  enum class Pending : uint8_t { kNothing, kGradient, kAll };
-
   // Calls release() when a step ends, even by an exception: a gradient must not outlive the step.
   auto release_at_end() {
     return c10::make_scope_exit([this] { release(); });
@@ -113,7 +110,6 @@ class OptimizerPlan {
   std::vector<std::vector<bool>> uses_group_;        // by part and group
   std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: part and entry
   std::vector<Idle> idle_;
-  std::vector<Pending> pending_;  // by entry of the part that is being collected
   pybind11::object local_gradients_;
 };
 
