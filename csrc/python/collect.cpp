@@ -8,10 +8,11 @@ namespace torchopt_ext {
 namespace py = pybind11;
 
 // Takes the tensors and gradients that need no Python.
-void OptimizerPlan::collect_unchanged(size_t part) {
-  const std::vector<EntryObjects>& objects = objects_[part];
-  plans_[part].collect([&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
-    if (i + kEntriesAhead < objects.size()) {
+void OptimizerPlan::collect_unchanged(Part& part) {
+  const std::vector<EntryObjects>& objects = part.objects;
+  part.plan.collect([&, n = objects.size()](size_t i,
+                                            StepPlan::TensorImpls& tensors) -> const at::Tensor* {
+    if (i + kEntriesAhead < n) {
       for (const py::object& object : objects[i + kEntriesAhead].local) {
         __builtin_prefetch(object.ptr());
       }
@@ -27,12 +28,11 @@ void OptimizerPlan::collect_unchanged(size_t part) {
 
 // Renews entries whose tensors changed, such as by memory replaced under a tensor. Returns false if
 // a parameter has another local tensor than before, or if the changed tensors fail a check.
-bool OptimizerPlan::attach_changed(size_t part) {
-  const std::vector<EntryObjects>& objects = objects_[part];
-  StepPlan& plan = plans_[part];
+bool OptimizerPlan::attach_changed(Part& part) {
+  const std::vector<EntryObjects>& objects = part.objects;
   std::vector<size_t> changed;
   for (size_t i = 0; i < objects.size(); ++i) {
-    if (plan.pending(i) == StepPlan::Pending::kNothing) {
+    if (part.plan.pending(i) == StepPlan::Pending::kNothing) {
       continue;
     }
     const LocalPath& path = objects[i].path;
@@ -40,7 +40,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
         !path.follow(objects[i].param.ptr()).is(objects[i].local[objects[i].own])) {
       return false;
     }
-    if (plan.pending(i) == StepPlan::Pending::kAll) {
+    if (part.plan.pending(i) == StepPlan::Pending::kAll) {
       changed.push_back(i);
     }
   }
@@ -48,7 +48,7 @@ bool OptimizerPlan::attach_changed(size_t part) {
     return true;
   }
   try {
-    plan.renew(changed);
+    part.plan.renew(changed);
   } catch (const c10::Error&) {
     return false;  // the optimizer then makes the state fit, or reports the error
   }
@@ -56,9 +56,9 @@ bool OptimizerPlan::attach_changed(size_t part) {
 }
 
 // Takes the gradients that collect_unchanged() did not take.
-void OptimizerPlan::set_pending_gradients(size_t part) {
-  const std::vector<EntryObjects>& objects = objects_[part];
-  StepPlan& plan = plans_[part];
+void OptimizerPlan::set_pending_gradients(Part& part) const {
+  const std::vector<EntryObjects>& objects = part.objects;
+  StepPlan& plan = part.plan;
   py::list to_unwrap;
   std::vector<size_t> their_index;
   for (size_t i = 0; i < objects.size(); ++i) {

@@ -74,12 +74,9 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
                              const std::vector<Param>& params,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
                              py::object local_gradients, const StepOptions& options)
-    : snapshot_(param_groups, state),
-      objects_(part_devices.size()),
-      hypers_(part_devices.size()),
-      uses_group_(part_devices.size(), std::vector<bool>(param_groups.size())),
-      local_gradients_(std::move(local_gradients)) {
+    : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
+  std::vector<std::vector<EntryObjects>> objects(part_devices.size());
   for (const auto& [param, local, group, name, number, part, place, copied] : params) {
     const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
@@ -92,8 +89,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       entry.tensors[k] = unpack(local[k].ptr());
     }
     const Array own = copied ? kMaster : kParam;
-    objects_.at(part).push_back({param, local, local_path(param, local[own]), own});
-    uses_group_[part].at(static_cast<size_t>(group)) = true;
+    objects.at(part).push_back({param, local, local_path(param, local[own]), own});
     entry_of_.emplace_back(part, entries[part].size());
     entries[part].push_back(std::move(entry));
   }
@@ -102,13 +98,20 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     idle_.push_back({py::reinterpret_borrow<py::object>(param), frozen});
   }
   for (size_t i = 0; i < entries.size(); ++i) {
-    plans_.emplace_back(entries[i], part_devices[i], options);
+    std::vector<bool> uses_group(param_groups.size());
+    for (const StepPlan::Entry& entry : entries[i]) {
+      uses_group.at(static_cast<size_t>(entry.group)) = true;
+    }
+    parts_.push_back({StepPlan(entries[i], part_devices[i], options),
+                      std::move(objects[i]),
+                      std::move(uses_group),
+                      {}});
   }
 }
 
 int OptimizerPlan::traverse(visitproc visit, void* arg) const {
-  for (const auto& part : objects_) {
-    for (const EntryObjects& objects : part) {
+  for (const Part& part : parts_) {
+    for (const EntryObjects& objects : part.objects) {
       Py_VISIT(objects.param.ptr());
       for (const py::object& local : objects.local) {
         Py_VISIT(local.ptr());
@@ -124,9 +127,8 @@ int OptimizerPlan::traverse(visitproc visit, void* arg) const {
 
 void OptimizerPlan::clear() {
   // Dropping an object may run code that calls clear() again, so members are emptied first.
-  const auto dropped = std::tuple(std::exchange(snapshot_, {}), std::exchange(objects_, {}),
-                                  std::exchange(idle_, {}), std::exchange(plans_, {}),
-                                  std::exchange(local_gradients_, {}));
+  const auto dropped = std::tuple(std::exchange(snapshot_, {}), std::exchange(parts_, {}),
+                                  std::exchange(idle_, {}), std::exchange(local_gradients_, {}));
 }
 
 bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
@@ -142,18 +144,18 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   }
   collected_ = true;
   auto releasing = release_at_end();
-  for (size_t part = 0; part < plans_.size(); ++part) {
+  for (Part& part : parts_) {
     collect_unchanged(part);
     if (!attach_changed(part)) {
       return false;
     }
     set_pending_gradients(part);
-    plans_[part].check_gradient_overlap();
-    plans_[part].renew_copies();
-    for (size_t group = 0; group < uses_group_[part].size(); ++group) {
-      hypers_[part].push_back(uses_group_[part][group]
-                                  ? read_group(param_groups[group], plans_[part].device())
-                                  : GroupHyper{});
+    part.plan.check_gradient_overlap();
+    part.plan.renew_copies();
+    for (size_t group = 0; group < part.uses_group.size(); ++group) {
+      part.hypers.push_back(part.uses_group[group]
+                                ? read_group(param_groups[group], part.plan.device())
+                                : GroupHyper{});
     }
   }
   releasing.release();  // the guard then does nothing
@@ -175,7 +177,7 @@ std::vector<size_t> OptimizerPlan::entries_of(size_t part,
 void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator,
                                const std::vector<size_t>& measured) {
   TORCH_CHECK(collected_, "gradients have not been collected");
-  StepPlan& plan = plans_.at(part);
+  StepPlan& plan = parts_.at(part).plan;
   check_accumulator(accumulator, plan.device());
   const std::vector<size_t> entries = entries_of(part, measured);
   const py::gil_scoped_release unlocked;
@@ -185,25 +187,23 @@ void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator,
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   TORCH_CHECK(collected_, "gradients have not been collected");
   const auto releasing = release_at_end();
-  TORCH_CHECK(part_controls.size() == plans_.size(), "got ", part_controls.size(),
-              " control blocks for ", plans_.size(), " parts");
-  for (size_t i = 0; i < plans_.size(); ++i) {
-    check_control(part_controls[i], plans_[i].device());
+  TORCH_CHECK(part_controls.size() == parts_.size(), "got ", part_controls.size(),
+              " control blocks for ", parts_.size(), " parts");
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    check_control(part_controls[i], parts_[i].plan.device());
   }
   const py::gil_scoped_release unlocked;
-  for (size_t i = 0; i < plans_.size(); ++i) {
-    plans_[i].update(hypers_[i], part_controls[i]);
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i].plan.update(parts_[i].hypers, part_controls[i]);
   }
 }
 
 void OptimizerPlan::release() {
   if (collected_) {
     collected_ = false;
-    for (StepPlan& plan : plans_) {
-      plan.release();
-    }
-    for (std::vector<GroupHyper>& hypers : hypers_) {
-      hypers.clear();
+    for (Part& part : parts_) {
+      part.plan.release();
+      part.hypers.clear();
     }
   }
 }
@@ -219,7 +219,8 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     return false;
   }
   const auto releasing = release_at_end();
-  const at::Device device = plans_.at(0).device();
+  StepPlan& plan = parts_.at(0).plan;
+  const at::Device device = plan.device();
   check_accumulator(accumulator, device);
   check_control(control, device);
   passes_on(device).clear(accumulator);
@@ -229,20 +230,20 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   const std::vector<size_t> entries = entries_of(0, measured);
   const py::gil_scoped_release unlocked;
   if (with_norm) {
-    plans_[0].accumulate(accumulator, /*normalize=*/false, entries);
+    plan.accumulate(accumulator, /*normalize=*/false, entries);
   }
   for (const at::Tensor& sum : squares) {
     accumulator.add_(sum);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  plans_[0].update(hypers_[0], control);
+  plan.update(parts_[0].hypers, control);
   return true;
 }
 
 int64_t OptimizerPlan::gradients_copied() const {
   int64_t copied = 0;
-  for (const StepPlan& plan : plans_) {
-    copied += plan.gradients_copied();
+  for (const Part& part : parts_) {
+    copied += part.plan.gradients_copied();
   }
   return copied;
 }
@@ -250,15 +251,15 @@ int64_t OptimizerPlan::gradients_copied() const {
 std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> OptimizerPlan::traces()
     const {
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> all;
-  all.reserve(plans_.size());
-  for (size_t part = 0; part < plans_.size(); ++part) {
+  all.reserve(parts_.size());
+  for (size_t part = 0; part < parts_.size(); ++part) {
     std::vector<int64_t> positions;
     for (size_t i = 0; i < entry_of_.size(); ++i) {
       if (entry_of_[i].first == part) {
         positions.push_back(static_cast<int64_t>(i));
       }
     }
-    const Traces& traces = plans_[part].traces();
+    const Traces& traces = parts_[part].plan.traces();
     all.emplace_back(traces.norms, traces.counts, std::move(positions));
   }
   return all;

@@ -86,6 +86,13 @@ class OptimizerPlan {
     Array own;       // index in `local` of that tensor: kParam, or kMaster with a copy
   };
 
+  struct Part {
+    StepPlan plan;
+    std::vector<EntryObjects> objects;  // by entry
+    std::vector<bool> uses_group;       // by group
+    std::vector<GroupHyper> hypers;     // by group, this step's
+  };
+
   // A parameter without state. On another rank it may have state, and a gradient once it is
   // unfrozen, so that a plan of the same parts must be built on all ranks then.
   struct Idle {
@@ -98,16 +105,13 @@ class OptimizerPlan {
     return c10::make_scope_exit([this] { release(); });
   }
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
-  void collect_unchanged(size_t part);
-  bool attach_changed(size_t part);
-  void set_pending_gradients(size_t part);
+  static void collect_unchanged(Part& part);
+  static bool attach_changed(Part& part);
+  void set_pending_gradients(Part& part) const;
 
   bool collected_ = false;
   StateSnapshot snapshot_;
-  std::vector<StepPlan> plans_;                      // by part
-  std::vector<std::vector<EntryObjects>> objects_;   // by part and entry
-  std::vector<std::vector<GroupHyper>> hypers_;      // by part and group, this step's
-  std::vector<std::vector<bool>> uses_group_;        // by part and group
+  std::vector<Part> parts_;
   std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: part and entry
   std::vector<Idle> idle_;
   pybind11::object local_gradients_;
