@@ -19,24 +19,29 @@ void check_initial_options(const FusedAdamWOptions& options) {
   TORCH_CHECK_VALUE(hyper_of(options).lr >= 0.0, "Invalid learning rate: ", options.lr());
 }
 
+// Calls visit(name, option) for every option: option(options) is a reference to it.
+template <class Visit>
+void for_each_option(const Visit& visit) {
+  visit("lr", [](auto& o) -> auto& { return o.lr(); });
+  visit("betas", [](auto& o) -> auto& { return o.betas(); });
+  visit("eps", [](auto& o) -> auto& { return o.eps(); });
+  visit("weight_decay", [](auto& o) -> auto& { return o.weight_decay(); });
+  visit("amsgrad", [](auto& o) -> auto& { return o.amsgrad(); });
+  visit("maximize", [](auto& o) -> auto& { return o.maximize(); });
+  visit("decoupled_weight_decay", [](auto& o) -> auto& { return o.decoupled_weight_decay(); });
+}
+
 // Returns a group's options. Replaces each option that equals that of a new object by the
 // optimizer's. libtorch 2.15 does so for its own optimizers only (torch/optim/optimizer.h).
 std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptions& own,
                                                            const FusedAdamWOptions& defaults) {
   const FusedAdamWOptions usual;
   auto options = std::make_unique<FusedAdamWOptions>(defaults);
-  const auto complete = [&](auto field) {
-    if (field(own) != field(usual)) {
-      field(*options) = field(own);
+  for_each_option([&](const char*, const auto& option) {
+    if (option(own) != option(usual)) {
+      option(*options) = option(own);
     }
-  };
-  complete([](auto& o) -> auto& { return o.lr(); });
-  complete([](auto& o) -> auto& { return o.betas(); });
-  complete([](auto& o) -> auto& { return o.eps(); });
-  complete([](auto& o) -> auto& { return o.weight_decay(); });
-  complete([](auto& o) -> auto& { return o.amsgrad(); });
-  complete([](auto& o) -> auto& { return o.maximize(); });
-  complete([](auto& o) -> auto& { return o.decoupled_weight_decay(); });
+  });
   check_initial_options(*options);
   return options;
 }
@@ -74,13 +79,9 @@ std::unordered_map<const void*, std::string> names_of(
 FusedAdamWOptions::FusedAdamWOptions(double lr) : lr_(lr) {}
 
 void FusedAdamWOptions::serialize(OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(amsgrad);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(maximize);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decoupled_weight_decay);
+  for_each_option([&](const char* name, const auto& option) {
+    archive.write(name, c10::IValue(option(*this)));
+  });
 }
 
 void FusedAdamWOptions::serialize(InputArchive& archive) {

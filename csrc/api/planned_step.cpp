@@ -181,7 +181,7 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   for (const OptimizerParamGroup& group : groups) {
     amsgrad.push_back(options_of(group).amsgrad());
   }
-  plan_->collect([&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
+  const auto read = [&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
     const at::Tensor& param = param_at(slots_[i]);
     const FusedAdamWParamState* own = state_of(state, param);
     tensors = {};
@@ -196,18 +196,14 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
       tensors[kMaxExpAvgSq] = own->max_exp_avg_sq().unsafeGetTensorImpl();
     }
     return &param.unsafeGetTensorImpl()->grad();
-  });
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (plan_->pending(i) == StepPlan::Pending::kAll) {
-      return false;
-    }
-  }
-  for (size_t i = 0; i < slots_.size(); ++i) {
+  };
+  const bool fits = plan_->collect(read);
+  for (size_t i = 0; fits && i < slots_.size(); ++i) {
     if (plan_->pending(i) == StepPlan::Pending::kGradient) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
     }
   }
-  return true;
+  return fits;
 }
 
 void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {

@@ -18,7 +18,6 @@
 #include "kernels/adam.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/trace.h"
-#include "work/tensor_dtype.h"
 
 namespace torchopt_ext::cpu {
 namespace {

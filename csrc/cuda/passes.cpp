@@ -17,7 +17,6 @@
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
 #include "cuda/norm.h"
-#include "work/tensor_dtype.h"
 
 namespace torchopt_ext::cuda {
 namespace {

@@ -7,6 +7,7 @@
 // plan keeps the tensors alive while a method of the plan runs.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <unordered_map>
@@ -59,9 +60,9 @@ class StepPlan {
 
   // Compares every entry's current tensors with those known and takes its gradient, on all threads:
   // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
-  // returns its gradient, or null to leave it pending.
+  // returns its gradient, or null to leave it pending. Returns false if renew() is needed.
   template <class Read>
-  void collect(const Read& read) {
+  bool collect(const Read& read) {
     pending_.resize(size());
     for_each_entry(size(), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
@@ -75,6 +76,7 @@ class StepPlan {
                                                                            : Pending::kGradient;
       }
     });
+    return std::find(pending_.begin(), pending_.end(), Pending::kAll) == pending_.end();
   }
   Pending pending(size_t i) const { return pending_[i]; }
 

@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/adam.h"
-#include "work/tensor_dtype.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 

@@ -77,6 +77,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
+  std::vector<std::vector<int64_t>> positions(part_devices.size());
   for (const auto& [param, local, group, name, number, part, place, copied] : params) {
     const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
@@ -90,6 +91,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     }
     const Array own = copied ? kMaster : kParam;
     objects.at(part).push_back({param, local, local_path(param, local[own]), own});
+    positions[part].push_back(static_cast<int64_t>(entry_of_.size()));
     entry_of_.emplace_back(part, entries[part].size());
     entries[part].push_back(std::move(entry));
   }
@@ -102,10 +104,11 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     for (const StepPlan::Entry& entry : entries[i]) {
       uses_group.at(static_cast<size_t>(entry.group)) = true;
     }
-    parts_.push_back({StepPlan(entries[i], part_devices[i], options),
-                      std::move(objects[i]),
-                      std::move(uses_group),
-                      {}});
+    parts_.push_back({.plan = StepPlan(entries[i], part_devices[i], options),
+                      .objects = std::move(objects[i]),
+                      .positions = std::move(positions[i]),
+                      .uses_group = std::move(uses_group),
+                      .hypers = {}});
   }
 }
 
@@ -251,16 +254,9 @@ int64_t OptimizerPlan::gradients_copied() const {
 std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> OptimizerPlan::traces()
     const {
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> all;
-  all.reserve(parts_.size());
-  for (size_t part = 0; part < parts_.size(); ++part) {
-    std::vector<int64_t> positions;
-    for (size_t i = 0; i < entry_of_.size(); ++i) {
-      if (entry_of_[i].first == part) {
-        positions.push_back(static_cast<int64_t>(i));
-      }
-    }
-    const Traces& traces = parts_[part].plan.traces();
-    all.emplace_back(traces.norms, traces.counts, std::move(positions));
+  for (const Part& part : parts_) {
+    const Traces& traces = part.plan.traces();
+    all.emplace_back(traces.norms, traces.counts, part.positions);
   }
   return all;
 }

@@ -89,6 +89,7 @@ class OptimizerPlan {
   struct Part {
     StepPlan plan;
     std::vector<EntryObjects> objects;  // by entry
+    std::vector<int64_t> positions;     // by entry: its parameter's
     std::vector<bool> uses_group;       // by group
     std::vector<GroupHyper> hypers;     // by group, this step's
   };
