@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -140,13 +141,12 @@ def test_no_host_is_past_the_step_after_which_all_stop(
 def test_deterministic(alone: ParallelDims, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")
-    mesh = alone.build_mesh("cpu")
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    mesh, cudnn = alone.build_mesh("cpu"), SimpleNamespace()
+    monkeypatch.setattr(torch.backends, "cudnn", cudnn)  # torch's tests may have frozen its flags
     try:
         distributed.set_determinism(mesh, torch.device("cpu"), 1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
-        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert cudnn == SimpleNamespace(deterministic=True, benchmark=False)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
