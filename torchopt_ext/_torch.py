@@ -333,6 +333,17 @@ def set_rotate_method(method: str) -> None:
     set_rotate_method(method)
 
 
+def prepare_stages_again(schedule: Any) -> None:
+    """Lets a pipeline schedule's next call prepare its stages' buffers.
+
+    torch before 2.15 keeps those of the first call, also between eval() and step() (pytorch issue
+    162822).
+    """
+    for name in ("stage_forward", "stage_backward", "stages_forward", "stages_backward"):
+        if hasattr(schedule, f"_{name}_initialized"):
+            setattr(schedule, f"_{name}_initialized", False)
+
+
 def compiled_autograd() -> Any:
     """Returns a context in which backward passes are compiled (compiled autograd), not hooks."""
     from torch._dynamo.utils import maybe_enable_compiled_autograd

@@ -78,7 +78,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     check_supported(gradient, what(kGrad, i), /*complex=*/true);
     TORCH_CHECK(false, what(kGrad, i), " has dtype ", dtype, ", expected ", expected);
   }
-  check_like(gradient, what(kGrad, i), param, what(kParam, i));
+  check_like(gradient, what(kGrad, i), param, what(is_copied(i) ? kMaster : kParam, i));
   check_step_count(i);
   if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
     known.gradient_keys = gradient.key_set();

@@ -60,7 +60,8 @@ class StepPlan {
 
   // Compares every entry's current tensors with those known and takes its gradient, on all threads:
   // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
-  // returns its gradient, or null to leave it pending. Returns false if renew() is needed.
+  // returns its gradient, or null to leave it pending. Several threads call it, without the GIL.
+  // Returns false if renew() is needed.
   template <class Read>
   bool collect(const Read& read) {
     pending_.resize(size());

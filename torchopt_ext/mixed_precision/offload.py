@@ -189,7 +189,7 @@ class Offloader:
                 self.wait()
                 for tensor, memory in moving:
                     source = local_tensor(tensor)
-                    source.data = memory.copy_(source)
+                    source.data = memory.copy_(source)  # the plan refers to this tensor object
                 continue
             if device not in self._streams:
                 self._streams[device] = cuda.Stream(device)

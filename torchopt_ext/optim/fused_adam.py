@@ -185,7 +185,7 @@ class FusedAdam(HookedStep, PlannedStep):
     def _look_at_new_params(self, *, partial: bool = True) -> None:
         """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
 
-        Accelerate replaces parameters in groups for FSDP2.
+        Accelerate, for example, replaces parameters in groups for FSDP2.
         """
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return

@@ -39,7 +39,8 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 return by_torch(self, *args, **kwargs)
             return step(self)
         except BaseException:
-            if "found_inf" in vars(self):  # torch.amp.GradScaler would multiply with a left scale
+            # torch.amp.GradScaler sets both for one step, and does not remove them if it raises.
+            if vars(self).pop("found_inf", None) is not None:
                 vars(self).pop("grad_scale", None)
             raise
         finally:

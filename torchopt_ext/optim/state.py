@@ -119,7 +119,7 @@ def _lies_with_others(param: Tensor) -> bool:
     return param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param)
 
 
-def _fit_step(step: Any, device: torch.device) -> Tensor:
+def _fit_step(step: Any, device: torch.device, what: str | int) -> Tensor:
     """Returns a step count, in whatever form, as a 0-dim float32 tensor on ``device``."""
     if isinstance(step, Tensor):
         step = local_tensor(step)
@@ -127,7 +127,7 @@ def _fit_step(step: Any, device: torch.device) -> Tensor:
             # Not read: reading would wait for the device.
             return step.reshape(()) if step.dim() else step
     if found := step_problem(step):
-        raise ValueError(f"step {found}")
+        raise ValueError(f"step of {_called(what)} {found}")
     return as_step(step, device)
 
 
@@ -147,7 +147,8 @@ def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int
     # Moments of an optimizer without these arguments keep the dtype that they have.
     chosen = name in MOMENTS and (storage.master_weights or storage.state_dtype)
     dtype = storage.moment_dtype(param, name) if chosen else local.dtype
-    placed = local.is_contiguous() if name in SCALES else local.stride() == like.stride()
+    dense = torch.empty_like(like, memory_format=torch.preserve_format)  # `like` may have gaps
+    placed = local.is_contiguous() if name in SCALES else local.stride() == dense.stride()
     if placed and local.device == like.device and local.dtype == dtype:
         return value
     fitted = scales_like(param) if name in SCALES else torch.zeros_like(param, dtype=dtype)
@@ -268,9 +269,9 @@ def build_plan(
             lacking.append((group, param, state))
     init_param_states(lacking, storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
-    for _, _, _, _, param, state in stepped:
+    for position, _, _, name, param, state in stepped:
         device = local_tensor(param).device
-        state["step"] = _fit_step(state["step"], device)
+        state["step"] = _fit_step(state["step"], device, name or position)
         by_device.setdefault(device, []).append(state)
     for states in by_device.values():
         packed_steps(states)

@@ -17,7 +17,7 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
 
-@dataclass
+@dataclass(eq=False)
 class FTManager:
     """torchft's Manager, or None without fault tolerance.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._torch import prepare_stages_again
 from torchopt_ext.trainer.config import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Validator:
             ValueError: The data set has no batch.
         """
         trainer = self._trainer
+        prepare_stages_again(trainer.pp_schedule)
         for part in trainer.model_parts:
             part.eval()
         losses = []
@@ -83,6 +85,7 @@ class Validator:
                 losses.append(self._loss(inputs, labels))
         for part in trainer.model_parts:
             part.train()
+        prepare_stages_again(trainer.pp_schedule)
         if not losses:
             raise ValueError(
                 f"validation.dataset is {self._config.dataset!r} at "

@@ -68,7 +68,7 @@ class FunctionalFusedAdam:
         if not pairs:
             return
         params = [param for param, _ in pairs]
-        new = [(group, p, self.state.setdefault(p, {})) for p in params if p not in self.state]
+        new = [(group, p, self.state.setdefault(p, {})) for p in params if not self.state.get(p)]
         init_param_states(new, Storage())
         names = ("step", *moments_of(group))
         held = {name: [self.state[param][name] for param in params] for name in names}

@@ -229,6 +229,7 @@ def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bo
                 fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
         elif agreement.accepted and with_norm:  # a hook failed after the step
             zero.verdict.check(waits=True)
+            zero.partition.finish_step()
             zero.partition.send_updates()
         elif agreement.accepted:  # the step failed midway: the other ranks return parameters
             agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)

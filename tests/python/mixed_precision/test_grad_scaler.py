@@ -330,9 +330,14 @@ def test_a_step_that_raises_leaves_no_scale(scaler_class: Any) -> None:
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.full((4,), 0.1))
     handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     scaler.update()
+    param.grad = torch.full((4,), torch.inf)
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     scaler.update()
+    handle.remove()
+    param.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
 
 
 def test_disabled_scaler() -> None:

@@ -287,6 +287,20 @@ def test_another_dtype(kind: str | None, before: torch.dtype, after: torch.dtype
         assert optimizer.state[p].keys() == fresh.state[q].keys()
 
 
+def test_moments_of_a_parameter_with_gaps_stay_in_a_new_plan(builds: list[int]) -> None:
+    param = nn.Parameter(torch.ones(3, 8)[:, :4])
+    optimizer = OURS["AdamW"]([param])
+    set_gradients([param])
+    optimizer.step()
+    moment = optimizer.state[param]["exp_avg"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[param]["exp_avg"] = moment
+    set_gradients([param])
+    optimizer.step()
+    assert len(builds) == 2
+    assert optimizer.state[param]["exp_avg"] is moment
+
+
 def test_to_float64_with_float32_moments_is_refused_by_name() -> None:
     params, optimizer = started()
     before = [bits(v) for v in optimizer.state[params[1]].values()]

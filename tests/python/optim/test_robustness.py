@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import local
+from torchopt_ext.zero.functional import FunctionalFusedAdamW
 
 
 def stepped(model: nn.Module, **kwargs: Any) -> FusedAdamW:
@@ -154,13 +155,17 @@ def test_a_first_step_without_memory_may_be_made_again(monkeypatch: pytest.Monke
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = FusedAdamW([weight], master_weights="fp32")
+    functional = FunctionalFusedAdamW([weight])
+    steps = (optimizer.step, lambda: functional.step([weight.grad]))
     with monkeypatch.context() as patch:
         patch.setattr("torchopt_ext.optim.state.fit_master", lambda *_: bytes(1 << 62))
-        with pytest.raises((MemoryError, OverflowError)):
-            optimizer.step()
+        for step in steps:
+            with pytest.raises((MemoryError, OverflowError)):
+                step()
     assert optimizer.state[weight] == {}
-    optimizer.step()
-    assert optimizer.control.steps == 1
+    for step in steps:
+        step()
+    assert optimizer.control.steps == functional.state[weight]["step"] == 1
 
 
 def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
