@@ -415,7 +415,10 @@ class CheckpointManager:
         try:
             wrong = files.problems(checkpoint, step, self._rank, self._ranks)
             if not model_only and files.contents_of(checkpoint) == "model":
-                wrong.append("it has the model only: start from it with initial_load_model_only")
+                wrong.append(
+                    "it has the model only, from which a job can start by initial_load_path with "
+                    "initial_load_model_only"
+                )
         except (ValueError, OSError) as error:
             wrong = [str(error)]
         try:
