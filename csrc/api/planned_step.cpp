@@ -172,11 +172,6 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
     return groups[slot.group].params()[slot.index];
   };
-  for (const Slot& slot : without_state_) {
-    if (param_at(slot).unsafeGetTensorImpl()->grad().defined()) {
-      return false;
-    }
-  }
   std::vector<bool> amsgrad;
   for (const OptimizerParamGroup& group : groups) {
     amsgrad.push_back(options_of(group).amsgrad());
@@ -197,7 +192,13 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
     }
     return &param.unsafeGetTensorImpl()->grad();
   };
-  const bool fits = plan_->collect(read);
+  bool any_begun = false;
+  const bool known = plan_->collect(read, [&] {
+    any_begun = std::any_of(without_state_.begin(), without_state_.end(), [&](const Slot& slot) {
+      return param_at(slot).unsafeGetTensorImpl()->grad().defined();
+    });
+  });
+  const bool fits = known && !any_begun;
   for (size_t i = 0; fits && i < slots_.size(); ++i) {
     if (plan_->pending(i) == StepPlan::Pending::kGradient) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
@@ -247,11 +248,12 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   }
   set_control(max_grad_norm, skip_nonfinite);
   norm_was_measured_ = max_grad_norm > 0.0 || skip_nonfinite;
-  if (norm_was_measured_) {
-    plan_->accumulate(accumulator_, /*normalize=*/false);
-  }
-  control_update_(control_, accumulator_, std::nullopt, std::nullopt);
-  plan_->update(hypers, control_);
+  plan_->update(hypers, control_, [&] {
+    if (norm_was_measured_) {
+      plan_->accumulate(accumulator_, /*normalize=*/false);
+    }
+    control_update_(control_, accumulator_, std::nullopt, std::nullopt);
+  });
 }
 
 at::Tensor PlannedStep::control(double Control::*field) const {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -23,8 +24,8 @@ namespace torchopt_ext {
 
 // The order of a step: collect(), renew() of the entries that changed, set_gradient() of the
 // entries whose gradient collect() did not take; check_gradient_overlap(), renew_copies();
-// accumulate() and the caller's control update; update(); release(). A new plan's entries need
-// set_gradient() only.
+// accumulate() and the caller's control update, before update() or in its decide(); release(). A
+// new plan's entries need set_gradient() only.
 class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
@@ -61,11 +62,11 @@ class StepPlan {
   // Compares every entry's current tensors with those known and takes its gradient, on all threads:
   // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
   // returns its gradient, or null to leave it pending. Several threads call it, without the GIL.
-  // Returns false if renew() is needed.
-  template <class Read>
-  bool collect(const Read& read) {
+  // Meanwhile, the calling thread calls beside(). Returns false if renew() is needed.
+  template <class Read, class Beside>
+  bool collect(const Read& read, const Beside& beside) {
     pending_.resize(size());
-    for_each_entry(size(), [&](size_t begin, size_t end) {
+    const auto collect_range = [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         if (i + kEntriesAhead < end) {
           prefetch(i + kEntriesAhead);
@@ -76,7 +77,8 @@ class StepPlan {
                       : gradient != nullptr && take_gradient(i, *gradient) ? Pending::kNothing
                                                                            : Pending::kGradient;
       }
-    });
+    };
+    for_each_entry_beside(size(), collect_range, beside);
     return std::find(pending_.begin(), pending_.end(), Pending::kAll) == pending_.end();
   }
   Pending pending(size_t i) const { return pending_[i]; }
@@ -102,7 +104,10 @@ class StepPlan {
   // Runs pass A over all gradients except those of the entries in `measured`.
   void accumulate(const at::Tensor& accumulator, bool normalize,
                   const std::vector<size_t>& measured = {});
-  void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
+  // Calls decide(), which updates the control block, and runs pass B. Needs no GIL.
+  void update(
+      const std::vector<GroupHyper>& groups, const at::Tensor& control,
+      const std::function<void()>& decide = [] {});
 
   size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }
@@ -155,7 +160,7 @@ class StepPlan {
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
-  void end_update();
+  void end_update(size_t begin, size_t end);
   void check_step_count(size_t i) const;
 
   WorkList work_;

@@ -13,6 +13,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -106,7 +107,8 @@ class OptimizerPlan {
     return c10::make_scope_exit([this] { release(); });
   }
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
-  static void collect_unchanged(Part& part);
+  bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
+  static void collect_unchanged(Part& part, const std::function<void()>& beside);
   static bool attach_changed(Part& part);
   void set_pending_gradients(Part& part) const;
 
