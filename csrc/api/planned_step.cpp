@@ -217,14 +217,13 @@ void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
   }
   if (control_.device() != plan_->device() || !accumulator_.defined()) {
     control_ = control_.to(plan_->device());
-    accumulator_ = at::empty({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
+    accumulator_ = at::zeros({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
   }
   if (settings != settings_) {  // each write is a kernel on a GPU
     settings_ = settings;
     control_[index_of(&Control::max_grad_norm)] = std::isinf(max_grad_norm) ? 0.0 : max_grad_norm;
     control_[index_of(&Control::skip_nonfinite)] = skip_nonfinite ? 1.0 : 0.0;
   }
-  accumulator_.zero_();
 }
 
 void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
@@ -248,12 +247,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   }
   set_control(max_grad_norm, skip_nonfinite);
   norm_was_measured_ = max_grad_norm > 0.0 || skip_nonfinite;
-  plan_->update(hypers, control_, [&] {
-    if (norm_was_measured_) {
-      plan_->accumulate(accumulator_, /*normalize=*/false);
-    }
-    control_update_(control_, accumulator_, std::nullopt, std::nullopt);
-  });
+  plan_->step(hypers, control_, {accumulator_, {}, {}}, norm_was_measured_);
 }
 
 at::Tensor PlannedStep::control(double Control::*field) const {

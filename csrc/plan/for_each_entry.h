@@ -52,16 +52,16 @@ void for_each_entry_beside(size_t entries, const Body& body, const Beside& besid
   });
 }
 
-// Calls before() on the calling thread, then body as above. Meanwhile other threads wake up and
-// call prefetch on their ranges. If before() raises, body is not called.
-template <class Body, class Before, class Prefetch>
-void for_each_entry_after(size_t entries, const Before& before, const Prefetch& prefetch,
-                          const Body& body) {
+// Calls first() on the calling thread, and meanwhile on ranges as above; then `after` on the same
+// ranges, unless first() raised.
+template <class First, class Meanwhile, class After>
+void for_each_entry_after(size_t entries, const First& first, const Meanwhile& meanwhile,
+                          const After& after) {
   enum : uint8_t { kPending, kDone, kFailed };
   std::atomic<uint8_t> progress = kPending;
   const auto run = [&] {
     try {
-      before();
+      first();
     } catch (...) {
       progress.store(kFailed, std::memory_order_release);
       throw;
@@ -69,15 +69,24 @@ void for_each_entry_after(size_t entries, const Before& before, const Prefetch& 
     progress.store(kDone, std::memory_order_release);
   };
   const auto wait = [&](size_t begin, size_t end) {
-    prefetch(begin, end);
+    meanwhile(begin, end);
     while (progress.load(std::memory_order_acquire) == kPending) {
       std::this_thread::yield();
     }
     if (progress.load(std::memory_order_acquire) == kDone) {
-      body(begin, end);
+      after(begin, end);
     }
   };
   for_each_entry_beside(entries, wait, run);
+}
+
+// Leaves the cache line of an equal value shared: the thread that runs the passes reads what other
+// threads have written.
+template <class T, class Value>
+void set_if_other(T& value, Value other) {
+  if (value != other) {
+    value = other;
+  }
 }
 
 }  // namespace torchopt_ext

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -24,8 +23,8 @@ namespace torchopt_ext {
 
 // The order of a step: collect(), renew() of the entries that changed, set_gradient() of the
 // entries whose gradient collect() did not take; check_gradient_overlap(), renew_copies();
-// accumulate() and the caller's control update, before update() or in its decide(); release(). A
-// new plan's entries need set_gradient() only.
+// step(), or accumulate(), the caller's control update and update(); release(). A new plan's
+// entries need set_gradient() only.
 class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
@@ -73,9 +72,10 @@ class StepPlan {
         }
         TensorImpls tensors;
         const at::Tensor* gradient = read(i, tensors);
-        pending_[i] = !attach(i, tensors)                                  ? Pending::kAll
-                      : gradient != nullptr && take_gradient(i, *gradient) ? Pending::kNothing
-                                                                           : Pending::kGradient;
+        set_if_other(pending_[i], !attach(i, tensors) ? Pending::kAll
+                                  : gradient != nullptr && take_gradient(i, *gradient)
+                                      ? Pending::kNothing
+                                      : Pending::kGradient);
       }
     };
     for_each_entry_beside(size(), collect_range, beside);
@@ -104,10 +104,13 @@ class StepPlan {
   // Runs pass A over all gradients except those of the entries in `measured`.
   void accumulate(const at::Tensor& accumulator, bool normalize,
                   const std::vector<size_t>& measured = {});
-  // Calls decide(), which updates the control block, and runs pass B. Needs no GIL.
-  void update(
-      const std::vector<GroupHyper>& groups, const at::Tensor& control,
-      const std::function<void()>& decide = [] {});
+  // Runs pass B after the caller's decision.
+  void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
+  // Makes all of a step that is decided by these gradients alone: accumulate() if `with_norm`,
+  // control update, pass B. The accumulator holds zeros, or squares of the measured gradients, and
+  // is cleared, even by an exception.
+  void step(const std::vector<GroupHyper>& groups, const at::Tensor& control,
+            const Decision& decision, bool with_norm, const std::vector<size_t>& measured = {});
 
   size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }
@@ -160,7 +163,11 @@ class StepPlan {
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
-  void end_update(size_t begin, size_t end);
+  void run_pass_b(const std::vector<GroupHyper>& groups, const at::Tensor& control,
+                  const Decision* decision) const;
+  void count_updates(size_t begin, size_t end) const;
+  template <class Passes>
+  void run(const Passes& passes);
   void check_step_count(size_t i) const;
 
   WorkList work_;

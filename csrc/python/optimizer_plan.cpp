@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ops/operators.h"
+#include "plan/tensor_checks.h"
 
 namespace torchopt_ext {
 namespace {
@@ -236,16 +236,10 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   }
   const std::vector<size_t> entries = entries_of(0, measured);
   const py::gil_scoped_release unlocked;
-  plan.update(parts_[0].hypers, control, [&] {
-    passes_on(device).clear(accumulator);
-    if (with_norm) {
-      plan.accumulate(accumulator, /*normalize=*/false, entries);
-    }
-    for (const at::Tensor& sum : squares) {
-      accumulator.add_(sum);
-    }
-    control_update_(control, accumulator, grad_scale, found_inf);
-  });
+  for (const at::Tensor& sum : squares) {
+    accumulator.add_(sum);
+  }
+  plan.step(parts_[0].hypers, control, {accumulator, grad_scale, found_inf}, with_norm, entries);
   return true;
 }
 

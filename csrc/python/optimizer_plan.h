@@ -67,8 +67,9 @@ class OptimizerPlan {
   void release();
 
   // Makes a whole step of one part whose norm is not shared: collect(), pass A if `with_norm`,
-  // control update, pass B. Returns what collect() returns. Overwrites the accumulator. `measured`:
-  // as in accumulate(). `squares`: accumulators with the sums of the measured gradients.
+  // control update, pass B. Returns what collect() returns. The accumulator holds zeros, before and
+  // after. `measured`: as in accumulate(). `squares`: accumulators with the sums of the measured
+  // gradients.
   bool step(const pybind11::list& param_groups, const pybind11::dict& state,
             const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
             const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
