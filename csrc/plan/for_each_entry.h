@@ -52,6 +52,18 @@ void for_each_entry_beside(size_t entries, const Body& body, const Beside& besid
   });
 }
 
+// Lets time pass in the `round`-th iteration of a loop that waits for another thread. A pause leaves
+// execution units to the core's other thread, and a yield the core to a thread that waits for it.
+inline void relax(int round) {
+#ifdef __x86_64__
+  if (round % 64 != 0) {
+    __builtin_ia32_pause();
+    return;
+  }
+#endif
+  std::this_thread::yield();
+}
+
 // Calls first() on the calling thread, and meanwhile on ranges as above; then `after` on the same
 // ranges, unless first() raised.
 template <class First, class Meanwhile, class After>
@@ -70,8 +82,8 @@ void for_each_entry_after(size_t entries, const First& first, const Meanwhile& m
   };
   const auto wait = [&](size_t begin, size_t end) {
     meanwhile(begin, end);
-    while (progress.load(std::memory_order_acquire) == kPending) {
-      std::this_thread::yield();
+    for (int round = 1; progress.load(std::memory_order_acquire) == kPending; ++round) {
+      relax(round);
     }
     if (progress.load(std::memory_order_acquire) == kDone) {
       after(begin, end);
