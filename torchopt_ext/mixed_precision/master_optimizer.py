@@ -148,9 +148,9 @@ class MasterOptimizer(Controlled):
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Sets the masters from the parameters, or both from float32 weights."""
         if from_ is not None:
-            master_of = dict(self._pairs())
-            named = named_params(self)
-            self.set_weights(read_weights(from_, named, lambda p: master_of[p] is not p))
+            weights = read_weights(from_, named_params(self), lambda _: True)
+            self.create_masters(lambda param: param.requires_grad and is_steppable(param))
+            self.set_weights(weights)
             return
         for param, master in self._pairs():
             if master is not param:
