@@ -63,8 +63,7 @@ class MasterOptimizer(Controlled):
         self._table: _Table | None = None
         for number, group in enumerate(optim.param_groups):
             self._refuse(number, group)
-        for group in optim.param_groups:
-            self._adopt(group)
+        self._adopt(optim.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = {param for param, _ in self._pairs()}
@@ -74,10 +73,10 @@ class MasterOptimizer(Controlled):
             self._refuse(len(self.param_groups), group)
             if known & set(group["params"]):
                 raise ValueError("some parameters appear in more than one parameter group")
-        except (TypeError, ValueError):
+            self._adopt([group])
+        except Exception:
             self.optim.param_groups.pop()
             raise
-        self._adopt(group)
 
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
         for name, param in zip(names_of(number, group), group["params"], strict=True):
@@ -93,35 +92,49 @@ class MasterOptimizer(Controlled):
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"group {number} has a parameter twice")
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        params = group["params"]
-        self.param_groups.append({"params": params, "param_names": group.get("param_names")})
-        group["params"] = [
-            self._master_of(p) if p.requires_grad and p.dtype in SIXTEEN_BIT else p for p in params
-        ]
+    def _adopt(self, groups: list[dict[str, Any]]) -> None:
+        params = chain(*(group["params"] for group in groups))
+        masters = self._make_masters(
+            param for param in params if param.requires_grad and param.dtype in SIXTEEN_BIT
+        )
+        for group in groups:
+            own = group["params"]
+            self.param_groups.append({"params": own, "param_names": group.get("param_names")})
+            group["params"] = [masters.get(param, param) for param in own]
         self._table = None
 
     @torch.no_grad()
-    def _master_of(self, param: Tensor) -> Tensor:
-        """Makes a master, and moves the parameter's state to it."""
-        master: Any = as_placed(local_tensor(param).detach().float(), param)
-        master.is_master_weight = True  # copies of the base keep this attribute
-        if param in self.optim.state:
-            self.optim.state[master] = {
-                name: value.float()
-                if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT
-                else value
-                for name, value in self.optim.state.pop(param).items()
-            }
-        return master
+    def _make_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Makes masters, to which the parameters' state moves.
+
+        If this raises, for example because memory is short, nothing has changed.
+        """
+        masters: dict[Tensor, Any] = {}
+        entries: dict[Tensor, dict[str, Any]] = {}
+        for param in params:
+            masters[param] = as_placed(local_tensor(param).detach().float(), param)
+            masters[param].is_master_weight = True  # copies of the base keep this attribute
+            if param in self.optim.state:
+                entries[param] = {
+                    name: value.float()
+                    if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT
+                    else value
+                    for name, value in self.optim.state[param].items()
+                }
+        for param, entry in entries.items():
+            del self.optim.state[param]
+            self.optim.state[masters[param]] = entry
+        return masters
 
     def create_masters(self, needs: Callable[[Tensor], bool]) -> None:
         """Makes masters for the 16-bit parameters that have none and satisfy ``needs``."""
-        for own, group in zip(self.param_groups, self.optim.param_groups, strict=True):
-            held = group["params"]
-            for i, param in enumerate(own["params"]):
-                if held[i] is param and param.dtype in SIXTEEN_BIT and needs(param):
-                    held[i] = self._master_of(param)
+        masters = self._make_masters(
+            param
+            for param, held in self._pairs()
+            if held is param and param.dtype in SIXTEEN_BIT and needs(param)
+        )
+        for group in self.optim.param_groups:
+            group["params"][:] = [masters.get(param, param) for param in group["params"]]
         self._table = None
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer, master_optimizer
 
 from ..optim.subject import assert_same_bits
 from .training import (
@@ -264,6 +264,39 @@ def test_groups_that_cannot_be_added(kind: str, wrong: str) -> None:
         ours.add_param_group({"params": groups[wrong]})
     assert everything(ours, params) == before
     assert_goes_on(params, ours, kind)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_memory_that_is_short_for_masters(added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters of a call get masters or none, so the call can be made again."""
+    params = parameters(BF16, SHORT)
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:]}]
+    base = torch.optim.SGD(groups[: 2 - added], lr=0.1, momentum=0.9)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    base.step()
+    ours: Any = FSDPadaptOptimizer(base) if added else None
+
+    def contents() -> Any:
+        return [list(group["params"]) for group in base.param_groups], dict(base.state)
+
+    def call() -> Any:
+        return ours.add_param_group(groups[1]) if added else FSDPadaptOptimizer(base)
+
+    def short(local: torch.Tensor, like: torch.Tensor) -> Any:
+        if like is params[-1]:
+            raise torch.OutOfMemoryError
+        return local
+
+    before = contents()
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(master_optimizer, "as_placed", short)
+        call()
+    assert contents() == before
+    ours = call() or ours
+    train(ours, params, range(2))
+    assert [len(own) for own in ours.params_by_group] == [1, 2]
+    assert len(base.state) == 3
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed", "added"])
