@@ -351,6 +351,31 @@ def test_hugging_face_resumes(hugging_face: Callable[..., Trained]) -> None:
     assert resumed == whole
 
 
+def test_hugging_face_trains_on_from_the_best_model(tmp_path: Path) -> None:
+    """The Trainer loads weights alone. Masters of the last step would undo that."""
+    transformers = pytest.importorskip("transformers", reason=WITHOUT)
+    pytest.importorskip("accelerate", reason=WITHOUT)
+    from torchopt_ext.integrations.huggingface import FusedStep
+
+    class Trainer(FusedStep, transformers.Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_loss": self.state.global_step}
+
+    model = new_model().bfloat16()
+    rows = [{"x": torch.ones(4).bfloat16(), "labels": torch.zeros(2).bfloat16()}]
+    optimizer = FusedAdamW(model.parameters(), lr=0.1, master_weights="fp32")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, use_cpu=True,
+        load_best_model_at_end=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    trainer = Trainer(model, arguments, optimizers=(optimizer, None), **data)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    for param in model.parameters():
+        assert torch.equal(optimizer.state[param]["master_weight"], param)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
     hugging_face: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
