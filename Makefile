@@ -20,7 +20,7 @@ JOBS := $(shell nproc)
 # Each process of pytest takes about 1 GB. OpenMP threads that spin would take the others' cores.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help install demo test test-python smoke test-all test-cpp test-sanitize \
+.PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
 	bench-norm-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
 	docs lint lint-python lint-cxx format wheel sdist clean FORCE
@@ -107,6 +107,13 @@ test-cpp: $(VENV)/.installed ## Build and run the C++ tests
 	$(BIN)/cmake -DBUILD_TESTS=ON $(BUILD) >$(BUILD)/configure.log || { cat $(BUILD)/configure.log; exit 1; }
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+
+# Runs tests of the CPU with the library of tests/cpp/host_cuda, whose code is the CUDA back end's.
+HOST_CUDA := tests/python/optim tests/python/mixed_precision tests/python/test_golden.py
+test-host-cuda: test-cpp ## Test the CUDA back end on the host, in place of the CPU's
+	export LD_LIBRARY_PATH=$(BUILD)/tests/cpp/host_cuda && \
+		$(PY) -P -c 'import torchopt_ext; assert "/host_cuda/" in open("/proc/self/maps").read()' && \
+		$(PYTEST) -m "$(TIER)" $(HOST_CUDA)
 
 test: test-cpp test-python ## Run the fast tests, C++ and Python
 

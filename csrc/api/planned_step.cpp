@@ -172,6 +172,11 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
     return groups[slot.group].params()[slot.index];
   };
+  for (const Slot& slot : without_state_) {
+    if (param_at(slot).unsafeGetTensorImpl()->grad().defined()) {
+      return false;
+    }
+  }
   std::vector<bool> amsgrad;
   for (const OptimizerParamGroup& group : groups) {
     amsgrad.push_back(options_of(group).amsgrad());
@@ -192,13 +197,7 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
     }
     return &param.unsafeGetTensorImpl()->grad();
   };
-  bool any_begun = false;
-  const bool known = plan_->collect(read, [&] {
-    any_begun = std::any_of(without_state_.begin(), without_state_.end(), [&](const Slot& slot) {
-      return param_at(slot).unsafeGetTensorImpl()->grad().defined();
-    });
-  });
-  const bool fits = known && !any_begun;
+  const bool fits = plan_->collect(read);
   for (size_t i = 0; fits && i < slots_.size(); ++i) {
     if (plan_->pending(i) == StepPlan::Pending::kGradient) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
@@ -217,13 +216,14 @@ void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
   }
   if (control_.device() != plan_->device() || !accumulator_.defined()) {
     control_ = control_.to(plan_->device());
-    accumulator_ = at::zeros({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
+    accumulator_ = at::empty({ExactAccumulator::kSize}, control_.options().dtype(at::kLong));
   }
   if (settings != settings_) {  // each write is a kernel on a GPU
     settings_ = settings;
     control_[index_of(&Control::max_grad_norm)] = std::isinf(max_grad_norm) ? 0.0 : max_grad_norm;
     control_[index_of(&Control::skip_nonfinite)] = skip_nonfinite ? 1.0 : 0.0;
   }
+  accumulator_.zero_();
 }
 
 void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
@@ -247,7 +247,11 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   }
   set_control(max_grad_norm, skip_nonfinite);
   norm_was_measured_ = max_grad_norm > 0.0 || skip_nonfinite;
-  plan_->step(hypers, control_, {accumulator_, {}, {}}, norm_was_measured_);
+  if (norm_was_measured_) {
+    plan_->accumulate(accumulator_, /*normalize=*/false);
+  }
+  control_update_(control_, accumulator_, std::nullopt, std::nullopt);
+  plan_->update(hypers, control_);
 }
 
 at::Tensor PlannedStep::control(double Control::*field) const {

@@ -140,16 +140,16 @@ at::Tensor accumulator_total(const at::Tensor& accumulator) {
   return at::scalar_tensor(sum, accumulator.options().dtype(at::kDouble));
 }
 
-const float* float_in(const std::optional<at::Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<float>() : nullptr;
-}
-
-void control_update(const at::Tensor& control, const Decision& decision) {
+void control_update(const at::Tensor& control, const at::Tensor& accumulator,
+                    const std::optional<at::Tensor>& grad_scale,
+                    const std::optional<at::Tensor>& found_inf) {
   const FloatMode mode;
-  const double total = torchopt_ext::accumulator_total(
-      *static_cast<const ExactAccumulator*>(decision.accumulator.const_data_ptr()));
-  torchopt_ext::control_update(*static_cast<Control*>(control.data_ptr()), total,
-                               float_in(decision.grad_scale), float_in(decision.found_inf));
+  torchopt_ext::control_update(
+      *static_cast<Control*>(control.data_ptr()),
+      torchopt_ext::accumulator_total(
+          *static_cast<const ExactAccumulator*>(accumulator.const_data_ptr())),
+      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
+      found_inf ? found_inf->const_data_ptr<float>() : nullptr);
 }
 
 void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
@@ -160,11 +160,7 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
 }
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
-          const Traces& traces, const Decision* undecided) {
-  if (undecided != nullptr) {
-    control_update(control, *undecided);
-    clear(undecided->accumulator);
-  }
+          const Traces& traces) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
   if (decision.skip != 0.0) {
     return;

@@ -13,19 +13,6 @@ __global__ void __launch_bounds__(kAdamThreads)
   prepare_body(static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), args, gradients, groups);
 }
 
-// One block, which takes the tensors in several rounds: other blocks could not wait for its
-// decision.
-constexpr int kDecideThreads = 1024;
-
-template <int kTensors>
-__global__ void __launch_bounds__(kDecideThreads)
-    decide_kernel(DecisionArgs decision, AdamArgs args,
-                  const __grid_constant__ GradientsOf<kTensors> gradients,
-                  const __grid_constant__ ParamGroups groups) {
-  __shared__ SharedLimbs limbs;
-  decide_body(DeviceCta{}, limbs, decision, args, gradients, groups);
-}
-
 // Blocks on a multiprocessor: four where registers suffice, with 64 to 112 bytes of loads in flight
 // in each thread. On an H100 four blocks took a tenth less time than three over 2,000 tensors of
 // 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
@@ -64,20 +51,15 @@ constexpr auto kernels(std::integer_sequence<int, kKinds...>) {
 
 template <int kTensors>
 void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
-                    const ParamGroups& groups, const DecisionArgs* decision, cudaStream_t stream) {
-  if (decision != nullptr) {
-    decide_kernel<<<1, kDecideThreads, 0, stream>>>(*decision, args, gradients, groups);
-    return;
-  }
+                    const ParamGroups& groups, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>((gradients.count + kAdamThreads - 1) / kAdamThreads);
   prepare_kernel<<<grid, kAdamThreads, 0, stream>>>(args, gradients, groups);
 }
-template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&,
-                             const DecisionArgs*, cudaStream_t);
+template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
 template void launch_prepare(const AdamArgs&, const SomeGradients&, const ParamGroups&,
-                             const DecisionArgs*, cudaStream_t);
+                             cudaStream_t);
 template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
-                             const DecisionArgs*, cudaStream_t);
+                             cudaStream_t);
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
   static constexpr auto kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});

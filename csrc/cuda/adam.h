@@ -2,7 +2,6 @@
 // update_chunk, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
 #pragma once
 
-#include "cuda/control.h"
 #include "cuda/cta.h"
 #include "cuda/gradients.h"
 #include "cuda/vector_lane.h"
@@ -83,30 +82,6 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
   } else {
     step.scalars.as_float = adam_scalars<float>(hyper, count, factor);
   }
-}
-
-// Decides about the step, clears the accumulator and prepares all tensors of `gradients`, in one
-// block.
-template <class Cta, int kTensors>
-TORCHOPT_HD inline void decide_body(const Cta& cta, SharedLimbs& limbs,
-                                    const DecisionArgs& decision, const AdamArgs& args,
-                                    const GradientsOf<kTensors>& gradients,
-                                    const ParamGroups& groups) {
-  cta.each_warp([&](int number, const auto& warp) {
-    if (number == 0) {
-      control_update_body(warp, limbs, decision);
-      warp.each([&](int thread) {
-        for (int k = thread; k < ExactAccumulator::kSize; k += kWarpThreads) {
-          decision.accumulator[k] = 0;
-        }
-      });
-    }
-  });
-  cta.each([&](int thread) {
-    for (int i = thread; i < gradients.count; i += cta.threads) {
-      prepare_body(i, args, gradients, groups);
-    }
-  });
 }
 
 // Returns the random bits of a register of elements from i on.
@@ -203,12 +178,10 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chu
 
 }  // namespace
 
-// Must run before launch_adam, once for every range of tensors and range of groups. With a
-// decision, which only the first launch may have, decides about the step before and clears the
-// accumulator.
+// Must run before launch_adam, once for every range of tensors and range of groups.
 template <int kTensors>
 void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
-                    const ParamGroups& groups, const DecisionArgs* decision, CUstream_st* stream);
+                    const ParamGroups& groups, CUstream_st* stream);
 // Must run once for each kind that tensors have.
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
 

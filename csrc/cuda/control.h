@@ -7,14 +7,6 @@
 
 namespace torchopt_ext {
 
-// Pointers are to device memory.
-struct DecisionArgs {
-  Control* control;
-  int64_t* accumulator;
-  const float* grad_scale;  // may be null, as found_inf
-  const float* found_inf;
-};
-
 // The shared memory of a kernel's warp.
 using SharedLimbs = int64_t[ExactAccumulator::kSize];
 
@@ -29,17 +21,19 @@ TORCHOPT_HD inline void normalize_body(const Warp& warp, int64_t* accumulator) {
 }
 
 template <class Warp>
-TORCHOPT_HD inline void control_update_body(const Warp& warp, SharedLimbs& limbs,
-                                            const DecisionArgs& args) {
-  const double total = warp_total(warp, args.accumulator, limbs);
-  warp.leader([&] { control_update(*args.control, total, args.grad_scale, args.found_inf); });
+TORCHOPT_HD inline void control_update_body(const Warp& warp, SharedLimbs& limbs, Control* control,
+                                            const int64_t* accumulator, const float* grad_scale,
+                                            const float* found_inf) {
+  const double total = warp_total(warp, accumulator, limbs);
+  warp.leader([&] { control_update(*control, total, grad_scale, found_inf); });
 }
 
 }  // namespace
 
 void launch_normalize(int64_t* accumulator, CUstream_st* stream);
 void launch_total(const int64_t* accumulator, double* total, CUstream_st* stream);
-void launch_control_update(const DecisionArgs& args, CUstream_st* stream);
+void launch_control_update(Control* control, const int64_t* accumulator, const float* grad_scale,
+                           const float* found_inf, CUstream_st* stream);
 // `found_inf` is one element of fp32 or fp64.
 void launch_loss_scale_update(Control* control, const void* found_inf, DType found_inf_dtype,
                               float* scale, CUstream_st* stream);

@@ -66,7 +66,6 @@ void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream
         cudaMemcpyAsync(memory.get(), values, bytes, cudaMemcpyHostToDevice, other.stream()));
     C10_CUDA_CHECK(cudaStreamSynchronize(other.stream()));
     memory_ = std::move(memory);  // last: after an error the table is still empty
-    stream_ = other;
     return;
   }
   c10::DataPtr memory = allocate(bytes);
@@ -77,17 +76,13 @@ void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream
       cudaMemcpyAsync(memory.get(), pinned.get(), bytes, cudaMemcpyHostToDevice, stream));
   host.record_event(pinned.get(), pinned.get_context(), stream.unwrap());  // reused after the copy
   memory_ = std::move(memory);
-  stream_ = stream;
 }
 
-void DeviceTable::reserve(size_t bytes, c10::cuda::CUDAStream stream) {
-  memory_ = allocate(bytes);
-  stream_ = stream;
-}
+void DeviceTable::reserve(size_t bytes) { memory_ = allocate(bytes); }
 
 // Records the use on `stream`: the allocator orders reuse only with the allocation's stream.
 void* DeviceTable::record_use(c10::cuda::CUDAStream stream) {
-  if (stream_ != stream && graph_of(stream) == nullptr) {
+  if (graph_of(stream) == nullptr) {
     c10::cuda::CUDACachingAllocator::recordStream(memory_, stream);
   }
   return memory_.get();

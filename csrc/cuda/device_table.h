@@ -9,7 +9,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 namespace torchopt_ext {
@@ -18,13 +17,13 @@ class DeviceTable {
  public:
   bool empty() const { return memory_.get() == nullptr; }
 
-  // Allocates the memory and uploads the values on the stream, the current one. Call once.
+  // Allocates the memory and uploads the values. Call once.
   template <class T>
   void upload(const std::vector<T>& values, c10::cuda::CUDAStream stream) {
     upload(values.data(), values.size() * sizeof(T), stream);
   }
-  // Allocates memory on the stream, the current one, without writing to it.
-  void reserve(size_t bytes, c10::cuda::CUDAStream stream);
+  // Allocates memory without writing to it.
+  void reserve(size_t bytes);
 
   // Returns the address of the values for work on the stream.
   template <class T>
@@ -37,7 +36,6 @@ class DeviceTable {
   void* record_use(c10::cuda::CUDAStream stream);
 
   c10::DataPtr memory_;
-  std::optional<c10::cuda::CUDAStream> stream_;  // the allocation's
 };
 
 // If the stream is being captured, makes the graph keep the tables.

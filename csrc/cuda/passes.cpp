@@ -147,17 +147,14 @@ at::Tensor accumulator_total(const at::Tensor& accumulator) {
   return sum;
 }
 
-DecisionArgs args_of(const at::Tensor& control, const Decision& decision) {
-  const auto float_in = [](const std::optional<at::Tensor>& tensor) {
-    return tensor ? tensor->const_data_ptr<float>() : nullptr;
-  };
-  return {static_cast<Control*>(control.data_ptr()), decision.accumulator.data_ptr<int64_t>(),
-          float_in(decision.grad_scale), float_in(decision.found_inf)};
-}
-
-void control_update(const at::Tensor& control, const Decision& decision) {
+void control_update(const at::Tensor& control, const at::Tensor& accumulator,
+                    const std::optional<at::Tensor>& grad_scale,
+                    const std::optional<at::Tensor>& found_inf) {
   const c10::cuda::CUDAGuard guard(control.device());
-  launch_control_update(args_of(control, decision), at::cuda::getCurrentCUDAStream());
+  launch_control_update(
+      static_cast<Control*>(control.data_ptr()), accumulator.const_data_ptr<int64_t>(),
+      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
+      found_inf ? found_inf->const_data_ptr<float>() : nullptr, at::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -211,12 +208,8 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& ar
 }
 
 void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
-          const Traces& traces, const Decision* decision) {
+          const Traces& traces) {
   if (work.tensors.empty()) {
-    if (decision != nullptr) {
-      control_update(control, *decision);
-      clear(decision->accumulator);
-    }
     return;
   }
   const c10::cuda::CUDAGuard guard(control.device());
@@ -224,7 +217,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   CudaTables& tables = tables_of(work, stream);
   // All allocations come before the step counts advance.
   if (tables.steps.empty()) {
-    tables.steps.reserve(work.tensors.size() * sizeof(TensorStep), stream);
+    tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
   }
   if (tables.chunks.empty() && !work.chunks.empty()) {
     fill_chunks(work, tables, stream);
@@ -237,15 +230,9 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   args.steps = tables.steps.address<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
-  std::optional<DecisionArgs> undecided;
-  if (decision != nullptr) {
-    undecided = args_of(control, *decision);
-  }
   for (const ParamGroups& range : group_ranges(groups)) {
-    for_each_range(work, [&](const auto& gradients) {
-      launch_prepare(args, gradients, range, undecided ? &*undecided : nullptr, stream);
-      undecided.reset();
-    });
+    for_each_range(work,
+                   [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
   }
   if (!work.chunks.empty()) {
     args.chunks = tables.chunks.address<const Chunk>(stream);

@@ -29,9 +29,11 @@ __global__ void __launch_bounds__(kWarpThreads)
   DeviceWarp{}.leader([&] { *total = sum; });
 }
 
-__global__ void __launch_bounds__(kWarpThreads) control_update_kernel(DecisionArgs args) {
+__global__ void __launch_bounds__(kWarpThreads)
+    control_update_kernel(Control* control, const int64_t* accumulator, const float* grad_scale,
+                          const float* found_inf) {
   __shared__ SharedLimbs limbs;
-  control_update_body(DeviceWarp{}, limbs, args);
+  control_update_body(DeviceWarp{}, limbs, control, accumulator, grad_scale, found_inf);
 }
 
 __global__ void loss_scale_update_kernel(Control* control, const void* found_inf,
@@ -74,8 +76,10 @@ void launch_total(const int64_t* accumulator, double* total, cudaStream_t stream
   total_kernel<<<1, kWarpThreads, 0, stream>>>(accumulator, total);
 }
 
-void launch_control_update(const DecisionArgs& args, cudaStream_t stream) {
-  control_update_kernel<<<1, kWarpThreads, 0, stream>>>(args);
+void launch_control_update(Control* control, const int64_t* accumulator, const float* grad_scale,
+                           const float* found_inf, cudaStream_t stream) {
+  control_update_kernel<<<1, kWarpThreads, 0, stream>>>(control, accumulator, grad_scale,
+                                                        found_inf);
 }
 
 void launch_loss_scale_update(Control* control, const void* found_inf, DType found_inf_dtype,

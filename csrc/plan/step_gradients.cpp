@@ -11,6 +11,19 @@
 #include "plan/weight_copy.h"
 
 namespace torchopt_ext {
+namespace {
+
+// Leaves the cache line of an equal value shared: the thread that runs the passes reads values that
+// other threads have taken.
+template <class T, class Value>
+void set_if_other(T& value, Value other) {
+  if (value != other) {
+    value = other;
+  }
+}
+
+}  // namespace
+
 void StepPlan::check_step_count(size_t i) const {
   if (device_.is_cpu()) {
     const float step = step_of(work_.tensors[i]);
@@ -160,72 +173,35 @@ void StepPlan::find_shared_versions() {
   }
 }
 
-// Counts the updated tensors of entries [begin, end) as changed.
-void StepPlan::count_updates(size_t begin, size_t end) const {
-  std::array<bool, kPersistentArrays> counted{};  // by array: whether its counter is bumped
-  for (size_t i = begin; i < end; ++i) {
-    if ((i - begin) % kEntriesAhead == 0) {
-      read_versions(i, std::min(i + kEntriesAhead, end));
-    }
-    for (size_t array = 0; array < kPersistentArrays; ++array) {
-      counted[array] = counted[array] && !shares_version_.empty() && shares_version_[i][array];
-      c10::TensorImpl* tensor = borrowed_[i][array];
-      if (counted[array] || tensor == nullptr || !gradients_[i].defined()) {
-        continue;
+// Counts the updated tensors as changed, and drops their gradients: the thread that took a gradient
+// has its reference count in its cache. On 16 cores update() over 2,000 tensors took 57 us of host
+// time, and 100 us when one thread dropped all gradients. The parameter or set_gradients_ also
+// refers to each gradient.
+void StepPlan::end_update() {
+  for_each_entry(size(), [this](size_t begin, size_t end) {
+    std::array<bool, kPersistentArrays>
+        counted{};  // by array: whether its counter is already bumped
+    for (size_t i = begin; i < end; ++i) {
+      if ((i - begin) % kEntriesAhead == 0) {
+        read_versions(i, std::min(i + kEntriesAhead, end));
       }
-      counted[array] = true;
-      if (!tensor->is_inference()) {
-        tensor->bump_version();
+      for (size_t array = 0; array < kPersistentArrays; ++array) {
+        counted[array] = counted[array] && !shares_version_.empty() && shares_version_[i][array];
+        c10::TensorImpl* tensor = borrowed_[i][array];
+        if (counted[array] || tensor == nullptr || work_.tensors[i].memory[kGrad] == nullptr) {
+          continue;
+        }
+        counted[array] = true;
+        if (!tensor->is_inference()) {
+          tensor->bump_version();
+        }
       }
+      if (work_.options.write_back_gradients) {
+        bump_version(gradients_[i]);
+      }
+      gradients_[i].reset();
     }
-    if (work_.options.write_back_gradients) {
-      bump_version(gradients_[i]);
-    }
-  }
-}
-
-void StepPlan::run_pass_b(const std::vector<GroupHyper>& groups, const at::Tensor& control,
-                          const Decision* decision) const {
-  for (const auto& [i, non_dense] : non_dense_) {
-    if (non_dense.param.defined()) {
-      non_dense.copy.copy_(non_dense.param.detach());
-    }
-  }
-  passes_on(device_).adam(work_, groups, control, traces_, decision);
-  for (const auto& [i, non_dense] : non_dense_) {
-    if (non_dense.param.defined()) {
-      non_dense.param.detach().copy_(non_dense.copy);
-    }
-  }
-}
-
-// Runs passes(), counts the updated tensors as changed, and drops their gradients: the thread that
-// took a gradient has its reference count in its cache. The parameter or set_gradients_ also refers
-// to each gradient.
-//
-// While a GPU's kernels are launched, other threads count. They do not in the first run, which
-// allocates memory: after an error no tensor counts as changed.
-template <class Passes>
-void StepPlan::run(const Passes& passes) {
-  if (has_updated_ && shares_version_.empty()) {
-    find_shared_versions();
-  }
-  const auto count = [this](size_t begin, size_t end) { count_updates(begin, end); };
-  const auto drop = [this](size_t begin, size_t end) {
-    std::for_each(gradients_.begin() + static_cast<ptrdiff_t>(begin),
-                  gradients_.begin() + static_cast<ptrdiff_t>(end),
-                  [](at::Tensor& gradient) { gradient.reset(); });
-  };
-  if (device_.is_cuda() && has_updated_) {
-    for_each_entry_after(size(), passes, count, drop);
-  } else {
-    passes();
-    for_each_entry(size(), [&](size_t begin, size_t end) {
-      count(begin, end);
-      drop(begin, end);
-    });
-  }
-  has_updated_ = true;
+  });
   for (const size_t i : copied_) {
     if (work_.tensors[i].memory[kGrad] != nullptr) {
       set_version_of(*borrowed_[i][kParam], *borrowed_[i][kMaster]);
@@ -234,24 +210,22 @@ void StepPlan::run(const Passes& passes) {
 }
 
 void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
-  run([&] { run_pass_b(groups, control, nullptr); });
-}
-
-void StepPlan::step(const std::vector<GroupHyper>& groups, const at::Tensor& control,
-                    const Decision& decision, bool with_norm, const std::vector<size_t>& measured) {
-  check_decision(control, decision);
-  run([&] {
-    try {
-      if (with_norm) {
-        accumulate(decision.accumulator, /*normalize=*/false, measured);
-      }
-      run_pass_b(groups, control, &decision);
-    } catch (...) {
-      passes_on(device_).clear(decision.accumulator);
-      throw;
+  for (auto& [i, non_dense] : non_dense_) {
+    if (non_dense.param.defined()) {
+      non_dense.copy.copy_(non_dense.param.detach());
     }
-  });
-  bump_version(control);
+  }
+  passes_on(device_).adam(work_, groups, control, traces_);
+  for (auto& [i, non_dense] : non_dense_) {
+    if (non_dense.param.defined()) {
+      non_dense.param.detach().copy_(non_dense.copy);
+    }
+  }
+  if (has_updated_ && shares_version_.empty()) {
+    find_shared_versions();
+  }
+  has_updated_ = true;
+  end_update();
 }
 
 void StepPlan::release() {

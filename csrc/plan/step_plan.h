@@ -23,8 +23,8 @@ namespace torchopt_ext {
 
 // The order of a step: collect(), renew() of the entries that changed, set_gradient() of the
 // entries whose gradient collect() did not take; check_gradient_overlap(), renew_copies();
-// step(), or accumulate(), the caller's control update and update(); release(). A new plan's
-// entries need set_gradient() only.
+// accumulate() and the caller's control update; update(); release(). A new plan's entries need
+// set_gradient() only.
 class StepPlan {
  public:
   // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
@@ -61,24 +61,22 @@ class StepPlan {
   // Compares every entry's current tensors with those known and takes its gradient, on all threads:
   // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
   // returns its gradient, or null to leave it pending. Several threads call it, without the GIL.
-  // Meanwhile, the calling thread calls beside(). Returns false if renew() is needed.
-  template <class Read, class Beside>
-  bool collect(const Read& read, const Beside& beside) {
+  // Returns false if renew() is needed.
+  template <class Read>
+  bool collect(const Read& read) {
     pending_.resize(size());
-    const auto collect_range = [&](size_t begin, size_t end) {
+    for_each_entry(size(), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         if (i + kEntriesAhead < end) {
           prefetch(i + kEntriesAhead);
         }
         TensorImpls tensors;
         const at::Tensor* gradient = read(i, tensors);
-        set_if_other(pending_[i], !attach(i, tensors) ? Pending::kAll
-                                  : gradient != nullptr && take_gradient(i, *gradient)
-                                      ? Pending::kNothing
-                                      : Pending::kGradient);
+        pending_[i] = !attach(i, tensors)                                  ? Pending::kAll
+                      : gradient != nullptr && take_gradient(i, *gradient) ? Pending::kNothing
+                                                                           : Pending::kGradient;
       }
-    };
-    for_each_entry_beside(size(), collect_range, beside);
+    });
     return std::find(pending_.begin(), pending_.end(), Pending::kAll) == pending_.end();
   }
   Pending pending(size_t i) const { return pending_[i]; }
@@ -104,13 +102,7 @@ class StepPlan {
   // Runs pass A over all gradients except those of the entries in `measured`.
   void accumulate(const at::Tensor& accumulator, bool normalize,
                   const std::vector<size_t>& measured = {});
-  // Runs pass B after the caller's decision.
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
-  // Makes all of a step that is decided by these gradients alone: accumulate() if `with_norm`,
-  // control update, pass B. The accumulator holds zeros, or squares of the measured gradients, and
-  // is cleared, even by an exception.
-  void step(const std::vector<GroupHyper>& groups, const at::Tensor& control,
-            const Decision& decision, bool with_norm, const std::vector<size_t>& measured = {});
 
   size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }
@@ -163,11 +155,7 @@ class StepPlan {
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;
-  void run_pass_b(const std::vector<GroupHyper>& groups, const at::Tensor& control,
-                  const Decision* decision) const;
-  void count_updates(size_t begin, size_t end) const;
-  template <class Passes>
-  void run(const Passes& passes);
+  void end_update();
   void check_step_count(size_t i) const;
 
   WorkList work_;

@@ -216,20 +216,6 @@ void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
               ", or has had its storage freed");
 }
 
-void check_decision(const at::Tensor& control, const Decision& decision) {
-  check_control(control);
-  check_accumulator(decision.accumulator);
-  const at::Device device = control.device();
-  TORCH_CHECK(device == decision.accumulator.device(), "control is on ", device,
-              ", the accumulator on ", decision.accumulator.device());
-  if (decision.grad_scale) {
-    check_scalar(*decision.grad_scale, "grad_scale", device);
-  }
-  if (decision.found_inf) {
-    check_scalar(*decision.found_inf, "found_inf", device);
-  }
-}
-
 void check_hyper(const AdamHyper& hyper) {
   // lr may be below 0: schedules that end at 0 may miss 0 by a rounding.
   TORCH_CHECK_VALUE(!std::isnan(hyper.lr), "Invalid learning rate: ", hyper.lr);

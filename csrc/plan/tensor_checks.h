@@ -63,7 +63,6 @@ std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<UsedTens
 void check_accumulator(const at::Tensor& accumulator,
                        std::optional<at::Device> device = std::nullopt);
 void check_control(const at::Tensor& control, std::optional<at::Device> device = std::nullopt);
-void check_decision(const at::Tensor& control, const Decision& decision);
 // Raises unless `tensor` is one element of float32 or, with `or_double`, float64.
 void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
                   bool or_double = false);

@@ -7,10 +7,10 @@ namespace torchopt_ext {
 
 namespace py = pybind11;
 
-// Takes the tensors and gradients that need no Python, and meanwhile calls beside().
-void OptimizerPlan::collect_unchanged(Part& part, const std::function<void()>& beside) {
+// Takes the tensors and gradients that need no Python.
+void OptimizerPlan::collect_unchanged(Part& part) {
   const std::vector<EntryObjects>& objects = part.objects;
-  const auto read = [&, n = objects.size()](size_t i,
+  part.plan.collect([&, n = objects.size()](size_t i,
                                             StepPlan::TensorImpls& tensors) -> const at::Tensor* {
     if (i + kEntriesAhead < n) {
       for (const py::object& object : objects[i + kEntriesAhead].local) {
@@ -23,8 +23,7 @@ void OptimizerPlan::collect_unchanged(Part& part, const std::function<void()>& b
     }
     // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
     return objects[i].path.empty() ? &tensors[objects[i].own]->grad() : nullptr;
-  };
-  part.plan.collect(read, beside);
+  });
 }
 
 // Renews entries whose tensors changed, such as by memory replaced under a tensor. Returns false if

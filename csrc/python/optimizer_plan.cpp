@@ -3,12 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <string>
 #include <tuple>
 #include <utility>
 
-#include "plan/tensor_checks.h"
+#include "ops/operators.h"
 
 namespace torchopt_ext {
 namespace {
@@ -135,23 +134,22 @@ void OptimizerPlan::clear() {
                                   std::exchange(idle_, {}), std::exchange(local_gradients_, {}));
 }
 
-bool OptimizerPlan::matches(const py::list& param_groups, const py::dict& state) {
-  return snapshot_.matches(param_groups, state) &&
-         std::none_of(idle_.begin(), idle_.end(), [](const Idle& idle) {
-           const at::Tensor& param = THPVariable_Unpack(idle.param.ptr());
-           return param.grad().defined() || (param.requires_grad() && idle.frozen);
-         });
-}
-
 bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
   release();
+  if (!snapshot_.matches(param_groups, state)) {
+    return false;
+  }
+  for (const Idle& idle : idle_) {
+    const at::Tensor& param = THPVariable_Unpack(idle.param.ptr());
+    if (param.grad().defined() || (param.requires_grad() && idle.frozen)) {
+      return false;
+    }
+  }
   collected_ = true;
   auto releasing = release_at_end();
-  std::optional<bool> fits;  // found while other threads read the first part's tensors
-  const auto match = [&] { fits = fits ? fits : matches(param_groups, state); };
   for (Part& part : parts_) {
-    collect_unchanged(part, match);
-    if (!*fits || !attach_changed(part)) {
+    collect_unchanged(part);
+    if (!attach_changed(part)) {
       return false;
     }
     set_pending_gradients(part);
@@ -163,11 +161,8 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
                                 : GroupHyper{});
     }
   }
-  match();  // for a plan without parts
-  if (*fits) {
-    releasing.release();  // the guard then does nothing
-  }
-  return *fits;
+  releasing.release();  // the guard then does nothing
+  return true;
 }
 
 std::vector<size_t> OptimizerPlan::entries_of(size_t part,
@@ -231,15 +226,20 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   const at::Device device = plan.device();
   check_accumulator(accumulator, device);
   check_control(control, device);
+  passes_on(device).clear(accumulator);
   for (const at::Tensor& sum : squares) {
     check_accumulator(sum, device);
   }
   const std::vector<size_t> entries = entries_of(0, measured);
   const py::gil_scoped_release unlocked;
+  if (with_norm) {
+    plan.accumulate(accumulator, /*normalize=*/false, entries);
+  }
   for (const at::Tensor& sum : squares) {
     accumulator.add_(sum);
   }
-  plan.step(parts_[0].hypers, control, {accumulator, grad_scale, found_inf}, with_norm, entries);
+  control_update_(control, accumulator, grad_scale, found_inf);
+  plan.update(parts_[0].hypers, control);
   return true;
 }
 

@@ -13,7 +13,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
-#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -67,9 +66,8 @@ class OptimizerPlan {
   void release();
 
   // Makes a whole step of one part whose norm is not shared: collect(), pass A if `with_norm`,
-  // control update, pass B. Returns what collect() returns. The accumulator holds zeros, before and
-  // after. `measured`: as in accumulate(). `squares`: accumulators with the sums of the measured
-  // gradients.
+  // control update, pass B. Returns what collect() returns. Overwrites the accumulator. `measured`:
+  // as in accumulate(). `squares`: accumulators with the sums of the measured gradients.
   bool step(const pybind11::list& param_groups, const pybind11::dict& state,
             const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
             const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
@@ -108,8 +106,7 @@ class OptimizerPlan {
     return c10::make_scope_exit([this] { release(); });
   }
   std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
-  bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
-  static void collect_unchanged(Part& part, const std::function<void()>& beside);
+  static void collect_unchanged(Part& part);
   static bool attach_changed(Part& part);
   void set_pending_gradients(Part& part) const;
 

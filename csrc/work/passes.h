@@ -25,14 +25,6 @@ struct Traces {
   at::Tensor counts;  // int64[tensors, 2]: lost updates, digest
 };
 
-// What a step is decided by, besides its control block. Of the two numbers that a gradient scaler
-// passes to an optimizer, each one float32 element, both may be absent.
-struct Decision {
-  at::Tensor accumulator;  // int64[70]: the sum of the gradients' squares
-  std::optional<at::Tensor> grad_scale;
-  std::optional<at::Tensor> found_inf;
-};
-
 // The functions of a back end: one call for all tensors. A CUDA function waits for the
 // device only in the first upload of a plan while a graph is captured.
 struct Passes {
@@ -41,16 +33,17 @@ struct Passes {
   void (*sum_of_squares)(const WorkList& work, const at::Tensor& accumulator, bool normalize);
   void (*clear)(const at::Tensor& accumulator);
   at::Tensor (*accumulator_total)(const at::Tensor& accumulator);
-  void (*control_update)(const at::Tensor& control, const Decision& decision);
+  void (*control_update)(const at::Tensor& control, const at::Tensor& accumulator,
+                         const std::optional<at::Tensor>& grad_scale,
+                         const std::optional<at::Tensor>& found_inf);
   // Updates a scaler's scale after a step. `scale`, one float32 element, becomes the block's loss
   // scale, follows `found_inf`, one float32 or float64 element, and is written back.
   void (*loss_scale_update)(const at::Tensor& control, const at::Tensor& found_inf,
                             const at::Tensor& scale);
   // Pass B: advances step counts and updates every tensor that has a gradient, unless the control
-  // block says skip. Fills `traces` if the options ask for it. With a decision, runs control_update
-  // before and clears the accumulator.
+  // block says skip. Fills `traces` if the options ask for it.
   void (*adam)(const WorkList& work, const std::vector<GroupHyper>& groups,
-               const at::Tensor& control, const Traces& traces, const Decision* decision);
+               const at::Tensor& control, const Traces& traces);
   // Copies every `grad` of the list to its `param`, times grad_factor if `unscale`, unless the
   // control block says skip.
   void (*scaled_copy)(const WorkList& work, const at::Tensor& control, bool unscale);

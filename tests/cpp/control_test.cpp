@@ -133,8 +133,8 @@ TEST(Control, AWarpDecidesAsTheCpuDoes) {
     SharedLimbs limbs;
     for (const float* grad_scale : {static_cast<const float*>(nullptr), &scale}) {
       control_update(expected, square, grad_scale, nullptr);
-      control_update_body(HostWarp{}, limbs,
-                          {&actual, reinterpret_cast<int64_t*>(&accumulator), grad_scale, nullptr});
+      control_update_body(HostWarp{}, limbs, &actual,
+                          reinterpret_cast<const int64_t*>(&accumulator), grad_scale, nullptr);
       const auto* fields = reinterpret_cast<const uint64_t*>(&expected);
       ASSERT_TRUE(std::equal(fields, fields + kControlSize, reinterpret_cast<uint64_t*>(&actual)));
     }

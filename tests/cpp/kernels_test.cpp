@@ -257,44 +257,6 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   EXPECT_EQ(counts[1], 4.0f);
 }
 
-TEST(Adam, ACudaLaunchDecidesBeforeItPrepares) {
-  constexpr int kTensors = 100;
-  static float counts[kTensors];
-  static TensorWork tensors[kTensors];
-  static TensorStep steps[kTensors];
-  static Gradients gradients{0, kTensors, {}};
-  for (int i = 0; i < kTensors; ++i) {
-    tensors[i].memory[kStep] = counts + i;
-    gradients.memory[i] = counts;
-  }
-  static ParamGroups groups{0, 1, {{hyper_of(1), nullptr, DType::kFloat64}}};
-  Control control{};
-  control.loss_scale = 1.0;
-  control.skip_nonfinite = 1.0;
-  AdamArgs args{};
-  args.tensors = tensors;
-  args.steps = steps;
-  args.control = &control;
-  for (const bool finite : {true, false}) {
-    ExactAccumulator accumulator{};
-    accumulator.limb[ExactAccumulator::kInfinities] = finite ? 0 : 1;
-    Control expected = control;
-    control_update(expected, accumulator_total(accumulator), nullptr, nullptr);
-    SharedLimbs limbs;
-    decide_body(HostCta{0, 1, 2 * kWarpThreads}, limbs,
-                {&control, reinterpret_cast<int64_t*>(&accumulator), nullptr, nullptr}, args,
-                gradients, groups);
-    EXPECT_EQ(std::memcmp(&control, &expected, sizeof(Control)), 0);
-    EXPECT_EQ(control.skip, finite ? 0.0 : 1.0);
-    const ExactAccumulator zeros{};
-    EXPECT_EQ(std::memcmp(&accumulator, &zeros, sizeof(zeros)), 0);
-    for (int i = 0; i < kTensors; ++i) {
-      EXPECT_EQ(steps[i].grad, finite ? counts : nullptr);
-      EXPECT_EQ(counts[i], 1.0f);
-    }
-  }
-}
-
 TEST(Adam, ALearningRateOnTheDeviceReplacesTheNumber) {
   const float single = 0.125f;
   const double exact = 0.1;

@@ -1,0 +1,152 @@
+// The CUDA back end on the host, in place of the CPU's: csrc/cuda/passes.cpp runs with tables in
+// the host's memory, and launches run the kernels' bodies in loops over grid, block and thread.
+// Tests of the CPU then check the CUDA back end without a GPU (make test-host-cuda).
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "../host_cta.h"
+#include "cpu/float_mode.h"
+#include "cuda/adam_traced.h"
+#include "cuda/control.h"
+#include "cuda/copy.h"
+#include "cuda/device_table.h"
+#include "cuda/norm.h"
+#include "work/passes.h"
+
+namespace torchopt_ext {
+
+const Passes& cpu::passes() { return cuda::passes(); }
+
+// ---- tables -----------------------------------------------------------------------------------
+void DeviceTable::reserve(size_t bytes) {
+  memory_ = c10::GetCPUAllocator()->allocate(bytes);
+  std::memset(memory_.get(), 0xff, bytes);  // NaN, and addresses that cannot be read
+}
+
+void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream) {
+  reserve(bytes);
+  std::memcpy(memory_.get(), values, bytes);
+}
+
+void* DeviceTable::record_use(c10::cuda::CUDAStream) { return memory_.get(); }
+
+void keep_with_graph(const std::shared_ptr<void>&, c10::cuda::CUDAStream) {}
+
+// ---- launches ---------------------------------------------------------------------------------
+namespace {
+
+// A GPU's arithmetic does not follow the host's rounding mode, so every launch sets it.
+template <class F>
+void for_each_block(int64_t blocks, int threads, const F& f) {
+  const FloatMode mode;
+  for (int64_t block = 0; block < blocks; ++block) {
+    f(HostCta{block, blocks, threads});
+  }
+}
+
+using AdamBody = void (*)(const HostCta&, const AdamArgs&);
+using TracedBody = void (*)(const HostCta&, TracedShared&, const AdamArgs&, const TraceArgs&);
+
+template <int... kKinds>
+constexpr std::array<AdamBody, kAdamKinds> adam_bodies(std::integer_sequence<int, kKinds...>) {
+  return {pass_b_body<AdamKind{kKinds}, HostCta>...};
+}
+template <int... kKinds>
+constexpr std::array<TracedBody, kAdamKinds> traced_bodies(std::integer_sequence<int, kKinds...>) {
+  return {adam_traced_body<AdamKind{kKinds}, HostCta>...};
+}
+constexpr auto kKindNumbers = std::make_integer_sequence<int, kAdamKinds>{};
+
+}  // namespace
+
+template <int kTensors>
+void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int multiprocessors,
+                 cudaStream_t) {
+  const int64_t blocks = (args.chunk_count + kNormWarps - 1) / kNormWarps;
+  for_each_block(std::min<int64_t>(blocks, multiprocessors), kNormThreads, [&](const HostCta& cta) {
+    NormShared shared;
+    norm_body(cta, shared, args, gradients);
+  });
+}
+template void launch_norm(const NormArgs&, const Gradients&, int, cudaStream_t);
+template void launch_norm(const NormArgs&, const SomeGradients&, int, cudaStream_t);
+template void launch_norm(const NormArgs&, const FewGradients&, int, cudaStream_t);
+
+void launch_normalize(int64_t* accumulator, cudaStream_t) {
+  normalize_body(HostWarp{}, accumulator);
+}
+
+void launch_total(const int64_t* accumulator, double* total, cudaStream_t) {
+  const FloatMode mode;
+  SharedLimbs limbs;
+  *total = warp_total(HostWarp{}, accumulator, limbs);
+}
+
+void launch_control_update(Control* control, const int64_t* accumulator, const float* grad_scale,
+                           const float* found_inf, cudaStream_t) {
+  const FloatMode mode;
+  SharedLimbs limbs;
+  control_update_body(HostWarp{}, limbs, control, accumulator, grad_scale, found_inf);
+}
+
+void launch_loss_scale_update(Control* control, const void* found_inf, DType found_inf_dtype,
+                              float* scale, cudaStream_t) {
+  const FloatMode mode;
+  scaler_update(*control, read_number(found_inf, found_inf_dtype) != 0.0, *scale);
+}
+
+void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* factors, int64_t n,
+                      cudaStream_t) {
+  const FloatMode mode;
+  std::transform(steps, steps + n, factors,
+                 [&](int64_t step) { return lr_factor(schedule, step); });
+}
+
+void launch_copy(const CopyArgs& args, int64_t chunk_count, cudaStream_t) {
+  for_each_block(chunk_count, kCopyThreads, [&](const HostCta& cta) { copy_body(cta, args); });
+}
+
+template <int kTensors>
+void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
+                    const ParamGroups& groups, cudaStream_t) {
+  const FloatMode mode;
+  for (int i = 0; i < gradients.count; ++i) {
+    prepare_body(i, args, gradients, groups);
+  }
+}
+template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
+template void launch_prepare(const AdamArgs&, const SomeGradients&, const ParamGroups&,
+                             cudaStream_t);
+template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
+                             cudaStream_t);
+
+void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t) {
+  static constexpr auto kBodies = adam_bodies(kKindNumbers);
+  for_each_block(chunk_count, kAdamThreads,
+                 [&](const HostCta& cta) { kBodies[static_cast<size_t>(kind)](cta, args); });
+}
+
+void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
+                        int64_t chunk_count, cudaStream_t) {
+  static constexpr auto kBodies = traced_bodies(kKindNumbers);
+  for_each_block(chunk_count, kAdamThreads, [&](const HostCta& cta) {
+    TracedShared shared;
+    kBodies[static_cast<size_t>(kind)](cta, shared, args, traces);
+  });
+}
+
+void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+                       cudaStream_t) {
+  const FloatMode mode;
+  for (int64_t i = 0; i < tensor_count; ++i) {
+    ReportShared shared;
+    sum_traces_body(HostWarp{}, shared, i, args, traces);
+  }
+}
+
+}  // namespace torchopt_ext

@@ -1,0 +1,14 @@
+// Stands in for torch's header where the host is the device: there is one stream.
+#pragma once
+
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+namespace c10::cuda {
+
+struct CUDAStream {
+  operator cudaStream_t() const { return nullptr; }
+  bool operator==(const CUDAStream&) const = default;
+};
+
+}  // namespace c10::cuda
