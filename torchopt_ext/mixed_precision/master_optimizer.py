@@ -37,7 +37,7 @@ from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.optim.step import accumulated_norm, reject
 from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
-from torchopt_ext.statedict.masters import read_weights
+from torchopt_ext.statedict.masters import copy_local_, read_weights
 
 
 class MasterOptimizer(Controlled):
@@ -174,7 +174,7 @@ class MasterOptimizer(Controlled):
         master_of = dict(self._pairs())
         for param, weight in pairs:
             for target in (param, master_of[param]) if is_steppable(param) else ():
-                local_tensor(target).copy_(local_tensor(weight))
+                copy_local_(target, weight)
 
     # ---- step ---------------------------------------------------------------------------------
 

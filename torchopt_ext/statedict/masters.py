@@ -81,6 +81,16 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     return weight
 
 
+def copy_local_(to: Tensor, values: Tensor) -> None:
+    """Copies this rank's part of a tensor, unless both are the same memory, as in a state dict.
+
+    Strides of dimensions of size 1 may then differ, for which torch rejects the copy.
+    """
+    target, source = local_tensor(to), local_tensor(values)
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
 def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: Storage) -> None:
     """Sets a parameter and its master to ``weight``, which has its shape and placements.
 
@@ -89,7 +99,7 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     if not is_steppable(param):
         return
     local, exact = local_tensor(param), local_tensor(weight)
-    local.copy_(exact)
+    copy_local_(local, exact)
     wanted = storage.master_of(param)
     for other in MASTERS.keys() - {wanted}:
         state.pop(other, None)
@@ -98,7 +108,7 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     if wanted not in state:
         state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
     if wanted == MASTER:
-        local_tensor(state[MASTER]).copy_(exact)
+        copy_local_(state[MASTER], exact)
     else:
         rounded, rest = split_master(exact.to(local.device, torch.float32), MASTERS[wanted])
         local.copy_(rounded)

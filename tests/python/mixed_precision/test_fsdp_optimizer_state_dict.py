@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ..optim.subject import assert_same_bits, bits
 from .training import (
@@ -104,6 +106,21 @@ def test_row_17_snapshots_and_live_tensors(kind: str) -> None:
     assert_same_bits(weights_of(ours), tensors(kept)[:3])
     train(ours, params, [8])
     assert [bits(t) for t in tensors(kept)] == before  # loading copied them
+
+
+@every_base
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_loads_its_own_tensors_of_a_single_row(kind: str) -> None:
+    """The state dict's view of a shard may have another stride where the size is 1."""
+    shard = torch.ones(1, 9)[:, :5]
+    placed = distribute_tensor(shard, init_device_mesh("cpu", (1,)), [Shard(1)])
+    param = torch.nn.Parameter(placed)
+    ours = ours_of(kind, [param])
+    param.grad = torch.ones_like(param)
+    ours.step()
+    before = bits(param.to_local())
+    ours.load_state_dict(ours.state_dict())
+    assert bits(param.to_local()) == before
 
 
 @every_base
