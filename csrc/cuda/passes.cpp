@@ -84,8 +84,9 @@ void for_each_range_as(const WorkList& work, const F& f) {
   for (int32_t first = 0; first < n; first += Range::kMost) {
     gradients.first = first;
     gradients.count = std::min(Range::kMost, n - first);
+    const TensorWork* tensors = work.tensors.data() + first;
     for (int32_t i = 0; i < gradients.count; ++i) {
-      gradients.memory[i] = work.tensors[static_cast<size_t>(first + i)].memory[kGrad];
+      gradients.memory[i] = tensors[i].memory[kGrad];
     }
     f(gradients);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
