@@ -127,7 +127,8 @@ def check_every_option(in_file: bool) -> None:
     assert {name: found[name] for name in OPTIONS} == OPTIONS
     ours = {field.name for field in dataclasses.fields(torchtitan_0_2.Optimizer)}
     assert ours - OPTIONS.keys() == {
-        *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat", "fp32_moments")
+        *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat", "fp32_moments"),
+        *("no_decay", "lr_multipliers"),
     }
     model = nn.Linear(2, 2).bfloat16()
     builder = train_spec.get_train_spec("llama3").build_optimizers_fn
