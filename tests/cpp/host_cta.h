@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "cuda/cta.h"
+#include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
 
@@ -92,5 +95,15 @@ struct HostCta {
   }
   static void add(int64_t* where, int64_t change) { *where += change; }
 };
+
+// Calls f with the kind as a constant, as a launch chooses a kernel.
+template <class F>
+void with_kind(AdamKind kind, const F& f) {
+  [&]<int... kKinds>(std::integer_sequence<int, kKinds...>) {
+    ((static_cast<int>(kind) == kKinds ? f(std::integral_constant<AdamKind, AdamKind{kKinds}>{})
+                                       : void()),
+     ...);
+  }(std::make_integer_sequence<int, kAdamKinds>{});
+}
 
 }  // namespace torchopt_ext

@@ -225,12 +225,6 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   return report;
 }
 
-template <int... kKinds>
-void adam_as_cuda(AdamKind kind, const HostCta& cta, const AdamArgs& args,
-                  std::integer_sequence<int, kKinds...>) {
-  ((static_cast<int>(kind) == kKinds ? pass_b_body<AdamKind{kKinds}>(cta, args) : void()), ...);
-}
-
 // Runs one kernel of each kind, as a step over tensors of all kinds does.
 template <int... kKinds>
 void traced_as_cuda(const HostCta& cta, TracedShared& shared, const AdamArgs& args,
@@ -274,7 +268,7 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
       TracedShared shared;
       traced_as_cuda(cta, shared, args, traces, std::make_integer_sequence<int, kAdamKinds>{});
     } else {
-      adam_as_cuda(tensor.work.kind, cta, args, std::make_integer_sequence<int, kAdamKinds>{});
+      with_kind(tensor.work.kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });
     }
   }
   if (options.track != 0) {

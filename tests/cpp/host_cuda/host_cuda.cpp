@@ -4,10 +4,8 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <memory>
-#include <utility>
 
 #include "../host_cta.h"
 #include "cpu/float_mode.h"
@@ -48,19 +46,6 @@ void for_each_block(int64_t blocks, int threads, const F& f) {
     f(HostCta{block, blocks, threads});
   }
 }
-
-using AdamBody = void (*)(const HostCta&, const AdamArgs&);
-using TracedBody = void (*)(const HostCta&, TracedShared&, const AdamArgs&, const TraceArgs&);
-
-template <int... kKinds>
-constexpr std::array<AdamBody, kAdamKinds> adam_bodies(std::integer_sequence<int, kKinds...>) {
-  return {pass_b_body<AdamKind{kKinds}, HostCta>...};
-}
-template <int... kKinds>
-constexpr std::array<TracedBody, kAdamKinds> traced_bodies(std::integer_sequence<int, kKinds...>) {
-  return {adam_traced_body<AdamKind{kKinds}, HostCta>...};
-}
-constexpr auto kKindNumbers = std::make_integer_sequence<int, kAdamKinds>{};
 
 }  // namespace
 
@@ -126,17 +111,17 @@ template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGr
                              cudaStream_t);
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t) {
-  static constexpr auto kBodies = adam_bodies(kKindNumbers);
-  for_each_block(chunk_count, kAdamThreads,
-                 [&](const HostCta& cta) { kBodies[static_cast<size_t>(kind)](cta, args); });
+  for_each_block(chunk_count, kAdamThreads, [&](const HostCta& cta) {
+    with_kind(kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });
+  });
 }
 
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t) {
-  static constexpr auto kBodies = traced_bodies(kKindNumbers);
   for_each_block(chunk_count, kAdamThreads, [&](const HostCta& cta) {
     TracedShared shared;
-    kBodies[static_cast<size_t>(kind)](cta, shared, args, traces);
+    with_kind(kind,
+              [&](auto constant) { adam_traced_body<constant()>(cta, shared, args, traces); });
   });
 }
 

@@ -8,7 +8,6 @@ namespace c10::cuda {
 
 struct CUDAStream {
   operator cudaStream_t() const { return nullptr; }
-  bool operator==(const CUDAStream&) const = default;
 };
 
 }  // namespace c10::cuda
