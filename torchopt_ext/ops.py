@@ -110,6 +110,7 @@ def adam_(
     weight_decay: float,
     decoupled_weight_decay: bool,
     maximize: bool,
+    bias_correction: bool = True,
 ) -> None:
     """Makes one Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
 
@@ -122,12 +123,14 @@ def adam_(
         state_steps: one float32 element each, the steps done before this step; incremented.
         control: holds the factors for gradients and learning rate, and the skip decision.
         lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
+        bias_correction: divides the moments by ``1 - beta**step``.
     """
     overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
     overload(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
+        bias_correction=bias_correction,
     )  # fmt: skip
 
 

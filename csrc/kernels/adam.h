@@ -15,6 +15,7 @@ struct AdamHyper {
   double weight_decay;
   bool decoupled_weight_decay;  // AdamW; otherwise the decay is added to the gradient (Adam)
   bool maximize;
+  bool bias_correction = true;
 };
 
 // The update's scalars, rounded once to the compute type T.
@@ -58,8 +59,11 @@ template <class T>
 TORCHOPT_HD inline AdamScalars<T> adam_scalars(const AdamHyper& hyper, int64_t step,
                                                double grad_factor) {
   using L = ScalarLane<double>;
-  const double bias_correction1 = L::sub(1.0, pow_by_squaring(hyper.beta1, step));
-  const double bias_correction2 = L::sub(1.0, pow_by_squaring(hyper.beta2, step));
+  const auto bias_correction = [&](double beta) {
+    return hyper.bias_correction ? L::sub(1.0, pow_by_squaring(beta, step)) : 1.0;
+  };
+  const double bias_correction1 = bias_correction(hyper.beta1);
+  const double bias_correction2 = bias_correction(hyper.beta2);
   const double root = L::sqrt(bias_correction2);
   const double w1 = L::sub(1.0, hyper.beta1);
   const double w2 = L::sub(1.0, hyper.beta2);

@@ -16,9 +16,11 @@ template <class Lr>
 void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
            at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps,
            const at::Tensor& control, Lr lr, double beta1, double beta2, double eps,
-           double weight_decay, bool decoupled_weight_decay, bool maximize) {
+           double weight_decay, bool decoupled_weight_decay, bool maximize, bool bias_correction) {
   check_control(control);
-  GroupHyper hyper{{0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize}, {}};
+  GroupHyper hyper{
+      {0.0, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, bias_correction},
+      {}};
   if constexpr (std::is_same_v<Lr, double>) {
     hyper.adam.lr = lr;
   } else {
@@ -66,7 +68,7 @@ std::string arguments(const std::string& lr) {
          "Tensor(e! -> *)[] state_steps, Tensor control, *, " +
          lr +
          " lr, float beta1, float beta2, float eps, float weight_decay, "
-         "bool decoupled_weight_decay, bool maximize) -> ()";
+         "bool decoupled_weight_decay, bool maximize, bool bias_correction=True) -> ()";
 }
 const Operator kAdamTensorLr("adam_.tensor_lr", arguments("Tensor"), adam_<const at::Tensor&>);
 const Operator kAdam("adam_", arguments("float"), adam_<double>);

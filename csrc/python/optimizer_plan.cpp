@@ -64,6 +64,9 @@ GroupHyper read_group(py::handle group, at::Device device) {
   hyper.adam.maximize = flag("maximize", group["maximize"]);
   hyper.adam.decoupled_weight_decay =
       flag("decoupled_weight_decay", group["decoupled_weight_decay"]);
+  if (group.contains("bias_correction")) {  // torch's groups lack it
+    hyper.adam.bias_correction = flag("bias_correction", group["bias_correction"]);
+  }
   check_hyper(hyper.adam);
   return hyper;
 }

@@ -56,6 +56,9 @@ class FusedAdam(HookedStep, PlannedStep):
     Args:
         params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
             step updates the local shards of DTensors. Frozen parameters may be anything.
+        bias_correction: divides the moments by ``1 - beta**step``, as Adam does. A group may have
+            a value of its own. Groups have the key only if it was given or the value is False:
+            torch's have none.
         max_grad_norm: clips the 2-norm of all gradients to this value, inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` would; the gradients in memory do not change. None
             and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
@@ -140,6 +143,7 @@ class FusedAdam(HookedStep, PlannedStep):
         norm_in_backward: bool = False,
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
     ) -> None:
         expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
@@ -156,6 +160,7 @@ class FusedAdam(HookedStep, PlannedStep):
             stochastic_rounding=stochastic_rounding,
             write_back_gradients=write_back_gradients,
             norm_in_backward=norm_in_backward,
+            bias_correction=bias_correction,
         )
         expect_counts(rounding_seed=rounding_seed)
         rounding_seed = operator.index(rounding_seed)
@@ -178,6 +183,8 @@ class FusedAdam(HookedStep, PlannedStep):
             "differentiable": differentiable,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        if not bias_correction:
+            own["bias_correction"] = False
         super().__init__(params, torchs.defaults | own)
         self._fp32_moments = tuple(fp32_moments)
         self._look_at_new_params(partial=process_group is not None)
@@ -229,7 +236,9 @@ class FusedAdam(HookedStep, PlannedStep):
         named = list(zip(names, group["params"], strict=True))
         try:
             expect_hyperparameters(**{key: group[key] for key in HYPERPARAMETERS})
-            if misplaced := sorted(_ARGUMENTS & group.keys() - self.defaults.keys() - {"params"}):
+            expect_bools(bias_correction=group.get("bias_correction", True))
+            of_groups = self.defaults.keys() | {"params", "bias_correction"}
+            if misplaced := sorted(_ARGUMENTS & group.keys() - of_groups):
                 raise ValueError(
                     f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
                     "groups, which one group cannot have (a wrapper that copies arguments into "
@@ -527,6 +536,7 @@ class FusedAdamW(FusedAdam):
         track: bool | Collection[str] = False,
         norm_in_backward: bool = False,
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
+        bias_correction: bool = True,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
@@ -537,6 +547,7 @@ class FusedAdamW(FusedAdam):
             stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
             write_back_gradients=write_back_gradients, track=track,
             norm_in_backward=norm_in_backward, fp32_moments=fp32_moments,
+            bias_correction=bias_correction,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -137,6 +137,8 @@ class JointStep(PlannedStep):
         read = [_read(group) for group in groups]
         if isinstance(groups[0]["lr"], Tensor) or read.count(read[0]) < len(read):
             return groups
+        if any("bias_correction" in group for group in groups):
+            return groups
         self._common.update(zip(_READ, read[0], strict=True))
         return [self._common]
 

@@ -30,9 +30,9 @@ Names: TypeAlias = Mapping[Tensor, str]
 """The names of optimizers' parameters in their model parts (:func:`complete`)."""
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
-_FIXED = {"amsgrad", "decoupled_weight_decay"}
+_FIXED = {"amsgrad", "decoupled_weight_decay", "bias_correction"}
 # Options that are absent without a learning-rate scheduler, and in older versions of torch.
-_OPTIONAL = {"initial_lr", "decoupled_weight_decay"}
+_OPTIONAL = {"initial_lr", "decoupled_weight_decay", "bias_correction"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
@@ -102,7 +102,7 @@ def _load(
         _commit(replace(slot, entry=kept), state)
     for group, found in options:
         for name, value in found.items():
-            live = group[name]
+            live = group.get(name)
             if isinstance(live, Tensor):
                 live.fill_(value)
             elif isinstance(live, tuple) and isinstance(live[0], Tensor):
@@ -130,11 +130,12 @@ def read_options(
         missing, problems: the keys that the dict lacks and what is wrong are appended.
     """
     options: dict[str, Any] = {}
-    for name in [name for name in group if name not in _NOT_LOADED]:
+    held = {"bias_correction": True, **group}
+    for name in [name for name in held if name not in _NOT_LOADED]:
         wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
         values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
         missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
-        problems += _option_problems(name, values, plain(group[name]))
+        problems += _option_problems(name, values, plain(held[name]))
         if values:
             options[name] = copy.deepcopy(next(iter(values.values())))
     return options

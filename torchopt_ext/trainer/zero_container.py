@@ -109,7 +109,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
             flat.raise_missing(missing, problems)
         for group, found in zip(groups, options, strict=True):
             for name, value in found.items():
-                live = group[name]
+                live = group.get(name)
                 group[name] = torch.full_like(live, value) if isinstance(live, Tensor) else value
         if (control := flat.read_control(state_dict)) and state:
             state[min(state)][CONTROL_KEY] = control

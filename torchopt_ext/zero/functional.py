@@ -87,6 +87,7 @@ class FunctionalFusedAdam:
             weight_decay=group["weight_decay"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
             maximize=group["maximize"],
+            bias_correction=group.get("bias_correction", True),
         )
 
 
