@@ -50,6 +50,7 @@ class LRSchedulersContainer(Stateful):
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
         self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
+        self._partial = getattr(optimizers, "partial", False)
 
     def __iter__(self) -> Iterator[LRScheduler]:
         return iter(self.schedulers)
@@ -67,10 +68,11 @@ class LRSchedulersContainer(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved step, and sets each group's lr to its base lr times the factor.
 
-        Accepts what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it.
-        If all groups have the same base lr, here and in the dict, the saved one replaces it. If
-        they differ, each group's base lr is its own `initial_lr`, which the optimizers' state dicts
-        hold by parameter, because this dict holds only one scheduler's: load the optimizers first.
+        Accepts what `state_dict` returns, or `{"last_epoch": n}` as torchtitan from 0.3 writes it,
+        which keeps the base lrs. If all groups have the same base lr, here and in the dict, the
+        saved one replaces it. If they differ, or other ranks have other parts, each group's base lr
+        is its own `initial_lr`, which the optimizers' state dicts hold by parameter, because this
+        dict holds only one scheduler's, of one rank: load the optimizers first.
 
         Raises:
             KeyError: last_epoch is missing.
@@ -81,19 +83,21 @@ class LRSchedulersContainer(Stateful):
         if not isinstance(last_epoch, int) or isinstance(last_epoch, bool) or last_epoch < 0:
             raise ValueError(f"last_epoch is {last_epoch!r}, expected a number of steps, 0 or more")
         own = [scheduler.base_lrs for scheduler in self.schedulers]
-        saved = state_dict.get("base_lrs", own[0])
+        saved = state_dict.get("base_lrs", [])
         if not all(isinstance(lr, Real | Tensor) for lr in saved):
             raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
         factors = state_dict.get("lr_lambdas", [])
         self._try_factors(last_epoch, factors)
         same = len({float(lr) for lr in chain(*own)}) <= 1 == len({float(lr) for lr in saved})
+        same = same and not self._partial
         for scheduler in self.schedulers:
             groups = scheduler.optimizer.param_groups
             if len(state_dict) > 1:  # the first scheduler, here or there, may have more groups
                 own_factors = {"lr_lambdas": factors[: len(groups)]}
                 scheduler.load_state_dict(copy.deepcopy({**state_dict, **own_factors}))
-            lrs = saved[:1] * len(groups) if same else [group["initial_lr"] for group in groups]
-            scheduler.base_lrs = copy.deepcopy(lrs)
+            if saved:
+                lrs = saved[:1] * len(groups) if same else [g["initial_lr"] for g in groups]
+                scheduler.base_lrs = copy.deepcopy(lrs)
             scheduler.last_epoch = last_epoch - 1
             # step() computes the lr of last_epoch. A count of 0 avoids its order warning.
             set_step_count(scheduler, 0)

@@ -92,7 +92,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         shares = [self._shares(part) for part in params]
         self._sizes = [len(part) for part in shares]
         arguments, lr = optimizer_kwargs, optimizer_kwargs.get("lr")
-        partial = partial or arguments.get("process_group") is not None
+        self.partial = partial = partial or arguments.get("process_group") is not None
         if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedAdam):
             arguments = with_fp32_moments(arguments, model_parts, partial=partial)
         chosen: Mapping[nn.Parameter, Choice] = {}

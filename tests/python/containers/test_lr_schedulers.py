@@ -470,20 +470,23 @@ def test_different_base_lrs_are_kept(parts, train):
     ]
 
 
-def test_base_lrs_of_groups_come_from_the_optimizers(parts, train):
+@pytest.mark.parametrize("saver", range(4))
+def test_base_lrs_of_groups_come_from_the_optimizers(parts, saver):
     """The dict is of one scheduler, perhaps of another pipeline stage, with other groups."""
     first, second = parts
-    saved = None
+    stages = []
     for part, multipliers, factors in (
         (first, {"weight": 0.5}, [0.5, 1.0]),
         (second, {"bias": 4.0}, [1.0, 4.0]),
         (second, {}, [1.0]),
+        (second, {"": 0.25}, [0.25]),
     ):
         stage = OptimizersContainer(
             [part], FusedAdamW, {"lr": BASE_LR}, lr_multipliers=multipliers, partial=True
         )
-        schedulers = LRSchedulersContainer(stage, functools.partial(max, 1.0))
-        saved = saved or schedulers.state_dict()
+        stages.append((stage, LRSchedulersContainer(stage, functools.partial(max, 1.0)), factors))
+    saved = copy.deepcopy(stages[saver][1].state_dict())
+    for stage, schedulers, factors in stages:
         stage.load_state_dict(copy.deepcopy(stage.state_dict()))
         schedulers.load_state_dict(saved)
         expected = [BASE_LR * factor for factor in factors]

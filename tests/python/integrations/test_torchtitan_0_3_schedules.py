@@ -18,9 +18,9 @@ from torchtitan.components.optimizer import ParamGroupConfig
 from torchopt_ext.integrations import torchtitan_0_3 as ours
 
 
-def optimizers(kind: Any) -> Any:
+def optimizers(kind: Any, rates: tuple[float, float] = (1e-2, 1e-2)) -> Any:
     """Builds AdamW with two groups, and Adam with one."""
-    found = [("0.bias", "AdamW", 1e-2), ("1", "Adam", 3e-3), (".*", "AdamW", 1e-2)]
+    found = [("0.bias", "AdamW", rates[0]), ("1", "Adam", 3e-3), (".*", "AdamW", rates[1])]
     groups = [
         ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": lr})
         for pattern, name, lr in found
@@ -113,3 +113,32 @@ def test_schedule_continues_from_either_form(form: str) -> None:
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in container.param_groups]
     assert resumed.get_metrics() == schedulers.get_metrics()
     assert resumed.state_dict() == {"last_epoch": 4}
+
+
+@pytest.mark.parametrize("saved", [(1e-2, 1e-2), (1e-2, 1e-3)])
+@pytest.mark.parametrize("present", [(5e-2, 5e-2), (5e-2, 5e-3)])
+def test_a_resumed_job_has_the_rates_of_its_configuration(
+    saved: tuple[float, float], present: tuple[float, float]
+) -> None:
+    """Optimizers' state dicts hold the rates of the job that saved them."""
+
+    def resumed(kind: Any) -> list[float]:
+        state: dict[str, Any] = {}
+        for rates in (saved, present):
+            container = optimizers(kind, rates)
+            config = kind.LRSchedulersContainer.Config(warmup_steps=2)
+            schedulers = config.build(optimizers=container, training_steps=10)
+            if state:
+                container.load_state_dict(state["optimizer"])
+                schedulers.load_state_dict(state["lr_scheduler"])
+            container.step()
+            schedulers.step()
+            state = {
+                "optimizer": container.state_dict(),
+                "lr_scheduler": schedulers.state_dict(),
+            }
+        return [
+            group["lr"] for optimizer in container.optimizers for group in optimizer.param_groups
+        ]
+
+    assert resumed(ours) == pytest.approx(resumed(stock))
