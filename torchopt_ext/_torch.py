@@ -276,6 +276,19 @@ def set_element(nested: dict[str, Any], path: tuple[str | int, ...], value: Any)
     set_at(nested, path, value)
 
 
+def file_system_of(folder: Any) -> Any:
+    """Returns the object by which DCP reads a folder. That of a URL has fsspec's as ``fs``.
+
+    The module of torch's FsspecReader has another name from version to version.
+    """
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    remote = "://" in str(folder)
+    reader: Any = _storage_setup(None, folder, reader=True) if remote else FileSystemReader(folder)
+    return reader.fs
+
+
 def flatten_state_dict(
     nested: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:

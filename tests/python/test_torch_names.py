@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -133,6 +134,8 @@ def test_names_of_distributed_checkpoints() -> None:
     nested: dict[str, Any] = {}
     _torch.set_element(nested, ("a", 1), 5)
     assert nested == {"a": [None, 5]}
+    assert type(_torch.file_system_of("folder")) is type(FileSystemReader("folder").fs)
+    assert _torch.file_system_of("memory://folder").fs.protocol == "memory"
 
 
 def test_names_of_dtensors() -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import set_element
+from torchopt_ext._torch import file_system_of, set_element
 from torchopt_ext.optim.collective import fail_together, raise_together
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
@@ -78,7 +78,7 @@ def load(
 
     Args:
         state_dict: optimizers, modules and other objects by key, as they were saved.
-        checkpoint_id: a folder.
+        checkpoint_id: a folder, or its URL for fsspec, such as ``s3://bucket/step-5``.
         storage_reader: a reader of another storage; only :class:`Reader` reads metadata safely.
         process_group: the ranks that call this function; all by default.
         no_dist: whether this process alone reads.
@@ -350,10 +350,19 @@ class Reader(FileSystemReader):
 
     ``dcp.load(..., storage_reader=Reader(folder))`` reads ``.metadata`` as :func:`load` does, but
     torch's planner unpickles values that are not tensors, which may run code. The metadata is kept,
-    because a load asks for it several times.
+    because a load asks for it several times. A folder may be a URL, such as ``s3://bucket/step-5``.
     """
 
     _read: tuple[Any, Metadata] | None = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.fs = file_system_of(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the metadata.
@@ -365,18 +374,24 @@ class Reader(FileSystemReader):
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
         try:
-            status = os.stat(file)
+            version = file, self._file_version(file)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"there is no checkpoint in {self.path}: it lacks {PurePath(file).name}"
             ) from error
-        version = file, status.st_ino, status.st_size, status.st_mtime_ns
         if self._read is None or self._read[0] != version:
             self._read = version, self._read_metadata(file)
         found = self._read[1]
         found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+    def _file_version(self, file: str | os.PathLike[str]) -> Any:
+        """Returns a value that changes when the file is written again."""
+        if remote := getattr(self.fs, "fs", None):  # the fsspec file system of a URL
+            return remote.ukey(file)
+        status = os.stat(file)
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _read_metadata(self, file: str | os.PathLike[str]) -> Metadata:
         with self.fs.create_stream(file, "rb") as stream:

@@ -259,6 +259,23 @@ def test_a_folder_without_checkpoint_is_named(tmp_path: Path) -> None:
         load({"optim": job("container, fp32", 1, 1)[1]}, checkpoint_id=tmp_path / "none")
 
 
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_a_folder_may_be_a_url(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path}"
+    reader = Reader("elsewhere")
+    with pytest.raises(RuntimeError, match=f"there is no checkpoint in {url}: it lacks .metadata"):
+        load({"optim": job("fused, fp32", 1, 1)[1]}, checkpoint_id=url)
+    for seed in (1, 2):  # a reader sees that a checkpoint was written again
+        model, optimizer = job("fused, fp32", seed, seed)
+        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=url)
+        for given in ({"checkpoint_id": url}, {"checkpoint_id": url, "storage_reader": reader}):
+            resumed_model, resumed = job("fused, fp32", 3, 0)
+            load({"model": resumed_model, "optim": resumed}, **given)
+            assert content(resumed_model, resumed) == content(model, optimizer)
+        reader = Reader(url)
+        assert reader.read_metadata() is reader.read_metadata()  # not read twice
+
+
 def test_a_layout_that_is_not_known_is_not_rejected(tmp_path: Path) -> None:
     class Flat(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
