@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,11 +81,16 @@ def keep_low_precision_shards(model: nn.Module) -> None:
 
 
 def _count_step(optimizer: Any, *_: Any) -> None:
-    """Increments shards' versions after a step: foreach and fused kernels on DTensors do not."""
+    """Outdates copies after a step: foreach and fused kernels on DTensors count no change."""
     if not optimizer_writes_copies(optimizer):
-        for param in params_of(optimizer):
-            if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
-                increment_version(shard)
+        outdate_copies(params_of(optimizer))
+
+
+def outdate_copies(params: Iterable[Tensor]) -> None:
+    """Makes all-gathers cast these parameters' shards until the next step writes the copies."""
+    for param in params:
+        if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
+            increment_version(shard)
 
 
 def _copy_of(param: Any) -> Any:

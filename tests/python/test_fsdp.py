@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import FTOptimizersContainer
 from torchopt_ext.fsdp import keep_low_precision_shards
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -89,3 +90,23 @@ def test_a_model_leaves_no_shards_behind() -> None:
     del model, optimizer, param
     gc.collect()
     assert [ref() for ref in (*shards, *copies)] == [None] * len(shards) * 2
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_ranks_send_the_weights_that_local_sgd_writes() -> None:
+    """torchft's LocalSGD and DiLoCo write weights through ``.data`` in a hook of the step."""
+    pytest.importorskip("torchft")
+    model = model_of(mp_policy=BF16)
+    keep_low_precision_shards(model)
+    manager: Any = None  # which decides on no step
+    container = FTOptimizersContainer(
+        [model], FusedAdamW, {"lr": 1e-2}, manager, use_ft_optimizer=False
+    )
+    shards = [param._local_tensor for param in model.parameters()]
+    container.register_step_post_hook(lambda *_: [shard.data.fill_(3.0) for shard in shards])
+    for param in model.parameters():
+        param.grad = param.detach()
+    container.step()
+    for shard in shards:
+        (sent,), _ = shard.fsdp_pre_all_gather(*[None] * 5)
+        assert torch.equal(sent, torch.full_like(sent, 3.0))

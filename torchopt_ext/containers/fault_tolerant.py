@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchopt_ext.containers.optimizers import OptimizersContainer, T
+from torchopt_ext.fsdp import outdate_copies
 from torchopt_ext.optim.hooks import hooked_step
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import flat
@@ -79,7 +80,12 @@ class FaultTolerant(OptimizersContainer[T]):
         Raises:
             ValueError: a closure is given. Gradients must be averaged before the decision.
         """
-        if self._call_from_ft or not self._use_ft_optimizer:
+        if not self._use_ft_optimizer:
+            try:
+                return self._committed_step(*args, **kwargs)
+            finally:
+                self._take_synchronized_weights()
+        if self._call_from_ft:
             return self._committed_step(*args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise ValueError(
@@ -95,21 +101,21 @@ class FaultTolerant(OptimizersContainer[T]):
 
     @hooked_step
     def _committed_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._use_ft_optimizer:
-            self._take_synchronized_weights()
         result = super().step(*args, **kwargs)
         self.committed = True
         return result
 
     @torch.no_grad()
     def _take_synchronized_weights(self) -> None:
-        """Sets fp32 masters to the weights that LocalSGD or DiLoCo has written since the last step.
+        """Sets fp32 masters to the weights that LocalSGD or DiLoCo may have written in a hook.
 
         torchft writes them through ``param.data``, which no version counter shows.
         """
         for optimizer in self.optimizers:
-            for param in params_of(optimizer):
+            params = params_of(optimizer)
+            for param in params:
                 refresh_stale_elements(param, optimizer.state.get(param, {}))
+            outdate_copies(params)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._call_from_ft or not self._use_ft_optimizer:
@@ -141,8 +147,9 @@ class FTOptimizersContainer(FaultTolerant[T]):
         model_parts, optimizer_cls, optimizer_kwargs: as in OptimizersContainer.
         ft_manager: torchft.Manager.
         use_ft_optimizer: False for LocalSGD and DiLoCo, which start quorums and commit on their
-            own. `step` and `zero_grad` then work as in OptimizersContainer, and fp32 masters follow
-            the weights that were synchronized, which takes several passes over both in every step.
+            own. `step` and `zero_grad` then work as in OptimizersContainer. At the end of a step,
+            fp32 masters and low-precision shards follow the weights that its hooks synchronized;
+            for masters this takes several passes over both.
         **kwargs: as in OptimizersContainer. `compat="torchtitan"` creates the state in the
             constructor, by a step with lr 0 that counts, as torchtitan's container does. Bias
             corrections are then one step ahead.

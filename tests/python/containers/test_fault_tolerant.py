@@ -286,17 +286,29 @@ def test_masters_follow_the_weights_that_local_sgd_writes(manager, master_weight
     linear = nn.Linear(64, 64).bfloat16()
     kwargs = {"lr": 1e-2, "master_weights": master_weights}
     container = FTOptimizersContainer([linear], FusedAdamW, kwargs, manager, use_ft_optimizer=False)
-    for lr in (1e-2, 1e-2, 0.0):
-        container.optimizers[0].param_groups[0]["lr"] = lr
+    averaged = [torch.randn_like(param) for param in linear.parameters()]
+
+    def synchronize(*_):
+        for param, average in zip(linear.parameters(), averaged, strict=True):
+            param.data.copy_(average)
+
+    hook = container.register_step_post_hook(synchronize)
+    for _ in range(2):
         for param in linear.parameters():
             param.grad = torch.ones_like(param)
         container.step()
-        if lr:
-            averaged = [torch.randn_like(param) for param in linear.parameters()]
-            for param, average in zip(linear.parameters(), averaged, strict=True):
-                param.data.copy_(average)
-    for param, average in zip(linear.parameters(), averaged, strict=True):
-        assert torch.equal(param, average)
+    hook.remove()
+    # A job without torchft continues from a checkpoint that was saved now.
+    other = copy.deepcopy(linear)
+    plain = OptimizersContainer([other], FusedAdamW, kwargs)
+    plain.load_state_dict(container.state_dict())
+    for model, optimizer in ((linear, container), (other, plain)):
+        optimizer.optimizers[0].param_groups[0]["lr"] = 0.0
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param, average in zip(model.parameters(), averaged, strict=True):
+            assert torch.equal(param, average)
 
 
 def test_refused_commits_leave_the_loss_scale(model, manager, set_grads):

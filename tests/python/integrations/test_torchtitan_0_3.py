@@ -17,12 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.lr_scheduler import LambdaLR
 
 from torchopt_ext import FusedAdam, FusedAdamW
 
 pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
 
 from torchtitan.components import optimizer as stock
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.optimizer import ParamGroupConfig
 
@@ -578,6 +580,40 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, tmp_path: Pat
     for key, value in before.items():
         same = torch.equal(after[key], value) if isinstance(value, torch.Tensor) else True
         assert same, key
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_masters_follow_weights_loaded_without_the_optimizer(tmp_path: Path) -> None:
+    """As from a seed checkpoint, which a fault-tolerant job loads when it has made its masters."""
+
+    def load(state_dict: dict[str, Any], folder: str) -> None:
+        CheckpointManager.dcp_load(manager, state_dict, str(tmp_path / folder), False, False)
+
+    part, seed = model(torch.bfloat16), copy.deepcopy(model(torch.bfloat16))
+    with torch.no_grad():
+        for param in seed.parameters():
+            param.mul_(0.75)
+    loader = LambdaLR(torch.optim.SGD(part.parameters()), lambda step: 1.0)  # any Stateful
+    dcp.save(ModelWrapper([seed]).state_dict(), checkpoint_id=tmp_path / "seed")
+    dcp.save({"dataloader": loader}, checkpoint_id=tmp_path / "loader")
+    container = build(ours, part, master_weights="fp32")
+    container.state_dict()
+    wrapper = ModelWrapper([part])
+    manager = SimpleNamespace(
+        states={"model": wrapper, "optimizer": container, "dataloader": loader}
+    )
+    load(wrapper.state_dict(), "seed")
+    for g in container.param_groups:
+        g["lr"] = 0.0
+    backward(part, 0)
+    container.step()
+    assert all(map(torch.equal, part.parameters(), seed.parameters()))
+    masters = [container.state[param]["master_weight"] for param in part.parameters()]
+    for master in masters:
+        master += 2.0**-20
+    kept = copy.deepcopy(masters)
+    load({"dataloader": loader}, "loader")  # of a replica group alone
+    assert all(map(torch.equal, masters, kept))
 
 
 def test_closures_are_rejected_by_several_optimizers() -> None:
