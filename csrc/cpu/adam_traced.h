@@ -1,11 +1,11 @@
 // Tracking on the CPU (kernels/trace.h): runs pass B on a chunk and returns the chunk's trace.
 #pragma once
 
+#include "cpu/digest_sums.h"
 #include "cpu/kernel_table.h"
-#include "kernels/quantize.h"
-#include "kernels/trace.h"
 
 namespace torchopt_ext {
+namespace {
 
 inline constexpr int64_t kDigestTileBytes = 2048;  // of each moment, if only the digest is tracked
 
@@ -28,10 +28,13 @@ inline int64_t end_of_tile(const TensorWork& work, bool changes, int64_t begin, 
   return end - i < longest ? end : i + longest;
 }
 
-inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
-                              const TensorWork& work, const StepOptions& options, int64_t begin,
-                              int64_t end) {
+// W has the digest's operations on 32-bit words.
+template <class W>
+ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
+                       const TensorWork& work, const StepOptions& options, int64_t begin,
+                       int64_t end) {
   ChunkTrace trace{};
+  ChunkDigest<W> digest(work);
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
     return table.block_sum[static_cast<int>(dtype)](x, n);
   };
@@ -52,11 +55,13 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
           sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);
     }
     if ((options.track & kTrackDigest) != 0) {
-      trace.digest += table.digest(work, i, tile_end);
+      digest.add(i, tile_end);
     }
     i = tile_end;
   }
+  trace.digest = digest.total();
   return tracked(trace, options.track);
 }
 
+}  // namespace
 }  // namespace torchopt_ext

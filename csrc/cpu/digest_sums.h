@@ -1,5 +1,5 @@
-// The digest (kernels/digest.h) of what a step stored of a tile, computed while the tile is in the
-// caches. Each word takes one multiply-add of its two 16-bit halves.
+// The digest (kernels/digest.h) of what a step stored of a chunk, added tile by tile, while each
+// tile is in the caches. Each word takes one multiply-add of its two 16-bit halves.
 #pragma once
 
 #include <cstddef>
@@ -94,12 +94,31 @@ class HalfSums {
   uint64_t rest_[kElementArrays] = {};
 };
 
-// The digest of a tile of a tensor that is not computed in fp64.
 template <class W>
-class TileDigest {
+class ChunkDigest {
  public:
-  explicit TileDigest(const TensorWork& work) : work_(work) {}
+  explicit ChunkDigest(const TensorWork& work) : work_(work) {}
 
+  // Adds elements [begin, end), which are whole groups if moments are 8-bit.
+  void add(int64_t begin, int64_t end) {
+    if (is_quantized(work_.kind)) {
+      add_groups(begin, end);
+      return;
+    }
+    for_each_run(work_, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
+      if (work_.layout.param == DType::kFloat64) {
+        DigestPlace place = digest_place(work_.index, number);
+        for (int64_t i = first; i < last; ++i, ++place.number) {
+          digest_ += digest_element<double>(work_.layout, work_.memory, i, place);
+        }
+      } else {
+        add_run(first, last, number);
+      }
+    });
+  }
+  uint64_t total() const { return digest_ + sums_.total(work_.layout); }
+
+ private:
   // Adds elements [begin, end), which are contiguous in the parameter from element `number` on and
   // share its DigestPlace::base.
   void add_run(int64_t begin, int64_t end, uint64_t number) {
@@ -148,37 +167,11 @@ class TileDigest {
       first = i;
     }
   }
-  uint64_t total() const { return digest_ + sums_.total(work_.layout); }
 
- private:
   const TensorWork& work_;
   HalfSums<W> sums_;
   uint64_t digest_ = 0;
 };
-
-// Returns the digest of elements [begin, end), which are whole groups if moments are 8-bit.
-template <class W>
-uint64_t digest_elements(const TensorWork& work, int64_t begin, int64_t end) {
-  if (work.layout.param == DType::kFloat64) {
-    uint64_t digest = 0;
-    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
-      DigestPlace place = digest_place(work.index, number);
-      for (int64_t i = first; i < last; ++i, ++place.number) {
-        digest += digest_element<double>(work.layout, work.memory, i, place);
-      }
-    });
-    return digest;
-  }
-  TileDigest<W> digest(work);
-  if (is_quantized(work.kind)) {
-    digest.add_groups(begin, end);
-  } else {
-    for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
-      digest.add_run(first, last, number);
-    });
-  }
-  return digest.total();
-}
 
 }  // namespace
 }  // namespace torchopt_ext

@@ -4,6 +4,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
+#include "kernels/trace.h"
 
 namespace torchopt_ext {
 
@@ -15,8 +16,9 @@ struct KernelTable {
   // many weights did not change although their update was not 0.
   int64_t (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
                               int64_t begin, int64_t end, void* change);
-  // Returns the digest of what pass B stored of elements [begin, end): whole groups if quantized.
-  uint64_t (*digest)(const TensorWork&, int64_t begin, int64_t end);
+  // Pass B with tracking: adam by `table`, on a chunk. Returns the chunk's trace.
+  ChunkTrace (*traced)(const KernelTable& table, const TensorScalars&, const TensorWork&,
+                       const StepOptions&, int64_t begin, int64_t end);
 
   // Pass A on a chunk (make_chunks), indexed by DType: adds the squares of n elements. `row_length`
   // is the tensor's. Prefetches `next`, which pass A reads soon, unless it is null.

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "cpu/adam_loop.h"
+#include "cpu/adam_traced.h"
 #include "cpu/block_sums.h"
-#include "cpu/digest_sums.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
 #include "cpu/quantized_loop.h"
@@ -145,7 +145,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
   return {
       .name = kName,
       .adam = {adam<AdamKind{kKinds}>...},
-      .digest = digest_elements<FloatLane::Words>,
+      .traced = adam_traced<FloatLane::Words>,
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
                       add_squares<Float16>},

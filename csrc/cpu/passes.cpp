@@ -13,11 +13,9 @@
 #include <mutex>
 #include <utility>
 
-#include "cpu/adam_traced.h"
 #include "cpu/float_mode.h"
-#include "kernels/adam.h"
+#include "cpu/kernel_table.h"
 #include "kernels/scaled_copy.h"
-#include "kernels/trace.h"
 
 namespace torchopt_ext::cpu {
 namespace {
@@ -210,7 +208,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       }
       const TensorScalars& values = all[index[t]].values;
       if (chunk_traces != nullptr) {
-        chunk_traces[i] = adam_traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
+        chunk_traces[i] =
+            kernels().traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
       } else {
         kernels().adam[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
                                                       chunk.end(), /*change=*/nullptr);
