@@ -52,10 +52,10 @@ def build_optimizers(
 ) -> OptimizersContainer[Any]:
     """Builds a container with the optimizers that a configuration describes.
 
-    Accepts `(model_parts, job_config, ft_manager)`, as torchtitan before 0.1, or `(model_parts,
-    optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.1 to 0.2. A configuration
-    with an attribute `optimizer` is a job configuration. Any objects can serve that have the
-    attributes listed in docs/containers.md.
+    Accepts `(model_parts, job_config, ft_manager)`, as torchtitan before 0.2, or `(model_parts,
+    optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.2. A configuration with an
+    attribute `optimizer` is a job configuration. Any objects can serve that have the attributes
+    listed in docs/containers.md.
 
     Args:
         process_group: ranks that share the norm and the skip decision, as in FusedAdamW. With
@@ -138,12 +138,15 @@ def build_optimizers(
         raise ValueError("backwards_per_step has no effect without early_step_in_backward")
     container: OptimizersContainer[Any]
     if fault_tolerant:
+        # In torchtitan 0.1 the job configuration tells, not the manager.
+        section = getattr(given, "fault_tolerance", None)
+        every_step = getattr(section, "semi_sync_method", None) is None
         container = FTOptimizersContainer(
             model_parts,
             classes[config.name],
             options,
             ft_manager.manager,
-            getattr(ft_manager, "use_async_quorum", True),  # in torchtitan from 0.1 on
+            getattr(ft_manager, "use_async_quorum", every_step),
             **choice,
         )
     else:

@@ -145,10 +145,11 @@ def build_lr_schedulers(
 ) -> LRSchedulersContainer:
     """Builds the learning-rate schedule of a configuration: warmup, constant phase, decay.
 
-    Accepts `(optimizers, job_config)`, as torchtitan before 0.1, or `(optimizers,
-    lr_scheduler_config, training_steps)`, as torchtitan 0.1 to 0.2. A configuration with an
-    attribute `lr_scheduler` is a job configuration. Any objects can serve that have the attributes
-    listed in docs/containers.md.
+    Accepts `(optimizers, job_config)`, as torchtitan before 0.2, or `(optimizers,
+    lr_scheduler_config, training_steps)`, as torchtitan 0.2. A configuration with an attribute
+    `lr_scheduler` is a job configuration. Any objects can serve that have the attributes listed in
+    docs/containers.md. A job configuration gives the factors of torchtitan before 0.1; for those of
+    0.1 pass `(optimizers, job_config.lr_scheduler, job_config.training.steps)`.
 
     Raises:
         ValueError: the decay type is unknown, a number is below 0 or not finite, a factor above 1.
@@ -159,28 +160,26 @@ def build_lr_schedulers(
 
 
 def schedule_from_job_config(job_config: Any) -> Callable[[int], Any]:
-    """Returns the lr factor as a function of the step, for a torchtitan config before 0.1."""
-    steps = job_config.training.steps
-    return _schedule(job_config.lr_scheduler, steps, "lr_min", generation=1)
+    """Returns the lr factor as a function of the step, by the formula of torchtitan before 0.1."""
+    return _schedule(job_config.lr_scheduler, job_config.training.steps, generation=1)
 
 
 def schedule_from_config(lr_scheduler_config: Any, training_steps: int) -> Callable[[int], Any]:
-    """Returns the lr factor as a function of the step, for a torchtitan config from 0.1 on.
+    """Returns the lr factor as a function of the step, by the formula of torchtitan from 0.1 on.
 
     `compat = "torchtitan"` selects the formula of torchtitan before 0.1.
     """
     generation = 1 if check_compat(getattr(lr_scheduler_config, "compat", None)) else 2
-    return _schedule(lr_scheduler_config, training_steps, "min_lr_factor", generation)
+    return _schedule(lr_scheduler_config, training_steps, generation)
 
 
-def _schedule(
-    config: Any, training_steps: int, min_factor_name: str, generation: int
-) -> Callable[[int], Any]:
+def _schedule(config: Any, training_steps: int, generation: int) -> Callable[[int], Any]:
     # Configurations from torchtitan 0.2.2 on can set the schedule's length.
     own_steps: int | None = getattr(config, "total_steps", None)
     total = _count("training steps", training_steps if own_steps is None else own_steps)
     warmup = _count("warmup_steps", config.warmup_steps)
-    min_factor = _number(min_factor_name, getattr(config, min_factor_name), maximum=1.0)
+    minimum = "lr_min" if hasattr(config, "lr_min") else "min_lr_factor"  # the name from 0.2 on
+    min_factor = _number(minimum, getattr(config, minimum), maximum=1.0)
     if config.decay_type not in DECAY_TYPES:
         raise ValueError(f"decay_type is {config.decay_type!r}, expected one of {DECAY_TYPES}")
     if warmup > total:

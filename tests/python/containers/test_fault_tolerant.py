@@ -361,8 +361,8 @@ def test_a_closure_is_refused_before_anything_changes(choice, model, manager):
 
 
 @pytest.mark.parametrize("quorum_by_optimizer", [True, False])
-@pytest.mark.parametrize("generation", [1, 2])
-def test_build_optimizers(parts, manager, set_grads, generation, quorum_by_optimizer):
+@pytest.mark.parametrize("form", ["job configuration", "job configuration of 0.1", "section"])
+def test_build_optimizers(parts, manager, set_grads, form, quorum_by_optimizer):
     section = SimpleNamespace(
         name="AdamW",
         lr=1e-2,
@@ -372,9 +372,14 @@ def test_build_optimizers(parts, manager, set_grads, generation, quorum_by_optim
         deferred_clipping=True,
     )
     ft_manager = SimpleNamespace(enabled=True, manager=manager)
-    ft_manager.use_async_quorum = quorum_by_optimizer
-    if generation == 1:
-        container = build_optimizers(parts, SimpleNamespace(optimizer=section), ft_manager)
+    job_config = SimpleNamespace(optimizer=section)
+    if form == "job configuration of 0.1":
+        method = None if quorum_by_optimizer else "diloco"
+        job_config.fault_tolerance = SimpleNamespace(semi_sync_method=method)
+    else:
+        ft_manager.use_async_quorum = quorum_by_optimizer
+    if form != "section":
+        container = build_optimizers(parts, job_config, ft_manager)
     else:
         dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
         container = build_optimizers(parts, section, dims, ft_manager)

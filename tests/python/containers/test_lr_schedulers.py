@@ -276,7 +276,18 @@ def test_a_wrong_call_is_pythons_own_error(optimizers):
     with pytest.raises(TypeError, match="training_steps"):
         build_lr_schedulers(optimizers, section("min_lr_factor", total_steps=None))
     with pytest.raises(AttributeError, match="min_lr_factor"):
-        build_lr_schedulers(optimizers, section("lr_min", total_steps=None), 10)
+        build_lr_schedulers(optimizers, section("lowest", total_steps=None), 10)
+
+
+@pytest.mark.parametrize("minimum", ["lr_min", "min_lr_factor"])
+def test_both_forms_know_both_names_of_the_minimum(optimizers, minimum):
+    """torchtitan 0.1 has the later formula, and the name of earlier versions."""
+    config = section(minimum, warmup_steps=2, total_steps=None, **{minimum: 0.2})
+    job_config = SimpleNamespace(training=SimpleNamespace(steps=10), lr_scheduler=config)
+    for arguments, *expected in (((job_config,), 1), ((config, 10), 2)):
+        factor = build_lr_schedulers(optimizers, *arguments).schedulers[0].lr_lambdas[0]
+        assert [factor.keywords["generation"]] == expected
+        assert factor(10) == pytest.approx(0.2)
 
 
 def test_no_optimizer_and_one_alone_are_refused():
