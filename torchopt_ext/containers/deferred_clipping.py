@@ -6,6 +6,7 @@ gradients once, for the norm. The step multiplies them while it reads them anywa
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,8 +27,9 @@ from torchopt_ext.optim.step import measure_norm
 class DeferredClipping:
     """Clips a container's gradients in its steps, to the norm that :meth:`clip` was given.
 
-    A call counts for one step: the next step that succeeds. `zero_grad` cancels the call. A step
-    without a call before it clips nothing.
+    A call counts for one step: the next step that succeeds. Of several calls before a step the
+    smallest `max_norm` counts, as for gradients that are clipped several times. `zero_grad` cancels
+    the calls. A step without a call before it clips nothing.
 
     Args:
         optimizers: the container's optimizers: FusedAdam or FusedAdamW without `max_grad_norm`.
@@ -50,7 +52,7 @@ class DeferredClipping:
                     f"max_grad_norm is {optimizer.max_grad_norm}: leave out one of the two"
                 )
             self._optimizers.append(optimizer)
-        self._asked = False
+        self._max_norm: float | None = None  # of the calls for the next step
         self._measured: dict[torch.device, Tensor] = {}
         _all[self] = None
 
@@ -76,13 +78,14 @@ class DeferredClipping:
         """
         if not max_norm > 0.0:
             raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
+        max_norm = min(float(max_norm), self._max_norm or math.inf)
         self.forget()
         for optimizer in self._optimizers:
             if process_group is not None:
                 optimizer.process_group = process_group
-            optimizer.max_grad_norm = float(max_norm)
+            optimizer.max_grad_norm = max_norm
         self._measured = measure_norm(self._optimizers)
-        self._asked = True
+        self._max_norm = max_norm
         # Prefer an optimizer with parameters: without parameters, control blocks are on the host.
         first = max(self._optimizers, key=lambda opt: bool(opt.param_groups[0]["params"]))
         total = ops.accumulator_total(self._measured[first.default_device])
@@ -96,7 +99,7 @@ class DeferredClipping:
                 exchange, so its step measures the norm again.
             new_gradients: a closure will compute the gradients.
         """
-        if not self._asked:
+        if self._max_norm is None:
             for optimizer in self._optimizers:
                 optimizer.max_grad_norm = None
             return context
@@ -105,8 +108,8 @@ class DeferredClipping:
         return context._replace(measured=self._measured)
 
     def forget(self) -> None:
-        """Cancels the call for the next step."""
-        self._asked, self._measured = False, {}
+        """Cancels the calls for the next step."""
+        self._max_norm, self._measured = None, {}
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
         """Returns whether these are the optimizers' parameters, and the rest has no gradients."""

@@ -1,6 +1,7 @@
 """Deferred clipping: the call before the step only measures, and the step clips once."""
 
 import copy
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -114,6 +115,20 @@ def test_an_infinite_threshold_measures_only(parts, set_grads, titan):
     set_grads(parts, 0)
     norm = titan.clip_grad_norm_(parameters(parts), float("inf"))
     assert norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients(parts)]).norm()))
+    container.step()
+    assert container.control.clip_factor == 1
+
+
+@pytest.mark.parametrize("thresholds", [(MAX_NORM, math.inf), (MAX_NORM, 1.0), (1.0, MAX_NORM)])
+def test_the_smallest_of_several_thresholds_counts(parts, set_grads, titan, thresholds):
+    """A second call with infinity is a usual way to log a norm."""
+    container = deferring(parts)
+    set_grads(parts, 0)
+    norms = [titan.clip_grad_norm_(parameters(parts), max_norm) for max_norm in thresholds]
+    assert norms[0] == norms[1] > max(MAX_NORM, thresholds[0])
+    container.step()
+    assert container.control.clip_factor == pytest.approx(MAX_NORM / float(norms[0]))
+    titan.clip_grad_norm_(parameters(parts), math.inf)  # the step has used the thresholds
     container.step()
     assert container.control.clip_factor == 1
 
