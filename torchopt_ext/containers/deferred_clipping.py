@@ -17,7 +17,11 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import OptimizersContainer
+from torchopt_ext.containers.optimizers import (
+    OptimizersContainer,
+    all_containers,
+    make_latest,
+)
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.local import params_of
@@ -54,7 +58,6 @@ class DeferredClipping:
             self._optimizers.append(optimizer)
         self._max_norm: float | None = None  # of the calls for the next step
         self._measured: dict[torch.device, Tensor] = {}
-        _all[self] = None
 
     @torch.no_grad()
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
@@ -111,17 +114,6 @@ class DeferredClipping:
         """Cancels the calls for the next step."""
         self._max_norm, self._measured = None, {}
 
-    def covers(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether these are the optimizers' parameters, and the rest has no gradients."""
-        own = self.ids
-        known = own <= set(map(id, parameters))
-        return known and all(p.grad is None for p in parameters if id(p) not in own)
-
-    @property
-    def ids(self) -> set[int]:
-        """The ids of the optimizers' parameters."""
-        return set(map(id, params_of(*self._optimizers)))
-
 
 class ClippedInBackward:
     """Answers clipping calls for a container in backward, which has clipped and updated already.
@@ -131,24 +123,12 @@ class ClippedInBackward:
 
     def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
         self._container = weakref.ref(container)
-        self.ids = set(map(id, params_of(container)))
-        _all[self] = None
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
         """Returns the norm of the last update, before clipping: 0-dim, float64."""
         container = self._container()
         assert container is not None  # the container keeps this object
         return container.control.grad_norm
-
-    def covers(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether these include the container's parameters, and no gradient is left."""
-        known = self.ids <= set(map(id, parameters))
-        return known and all(p.grad is None for p in parameters)
-
-
-# All objects that clip, in the order of creation.
-_all: "weakref.WeakKeyDictionary[DeferredClipping | ClippedInBackward, None]"
-_all = weakref.WeakKeyDictionary()
 
 
 def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
@@ -164,6 +144,7 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
         raise TypeError(f"deferred clipping needs an OptimizersContainer, found a {kind}")
     if container.deferred_clipping is None:
         container.deferred_clipping = DeferredClipping(container.optimizers)
+    make_latest(container)
     return container.deferred_clipping
 
 
@@ -210,10 +191,22 @@ def take_over(module: Any) -> None:
 
 
 def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBackward | None:
-    """Returns the object that clips exactly these parameters, or None.
+    """Returns the object that clips exactly these parameters, or None for torchtitan's function.
 
-    If several match, it is the object with the most parameters, because a stage may train none. If
-    several have as many, it is the latest, because an older container may not be collected yet.
+    Their container decides, whether it defers clipping or not. Parameters that it does not step may
+    come along if they have no gradients. If several containers match, it is the one with the most
+    parameters, because a stage may train none. If several have as many, it is the latest, because
+    an older one may not be collected yet.
     """
-    fitting = [clipping for clipping in reversed([*_all]) if clipping.covers(parameters)]
-    return max(fitting, key=lambda clipping: len(clipping.ids), default=None)
+    given, decides, most = set(map(id, parameters)), None, -1
+    for container in all_containers():
+        own = set(map(id, params_of(container)))
+        if len(own) < most or not own <= given:
+            continue
+        if all(p.grad is None for p in parameters if id(p) not in own):
+            decides, most = container, len(own)
+    if isinstance(decides, OptimizersInBackwardContainer):
+        # Gradients that backward has left are not in the norm that it measured.
+        stepped: ClippedInBackward | None = decides.reported_norm
+        return stepped if all(p.grad is None for p in parameters) else None
+    return None if decides is None else decides.deferred_clipping

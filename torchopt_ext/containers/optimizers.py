@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -314,6 +315,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}
         Optimizer.__init__(self, [{"params": all_params}], {**own, **(optimizer_kwargs or {})})
+        make_latest(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -348,6 +350,21 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
             "with the model: build one for the copied model and load this one's state_dict()"
         )
+
+
+_containers: weakref.WeakKeyDictionary[OptimizersContainer[Any], None]
+_containers = weakref.WeakKeyDictionary()
+
+
+def all_containers() -> list[OptimizersContainer[Any]]:
+    """Returns all containers that exist, the latest last."""
+    return [*_containers]
+
+
+def make_latest(container: OptimizersContainer[Any]) -> None:
+    """Makes a container the latest, which it also is when it has just been built."""
+    _containers.pop(container, None)
+    _containers[container] = None
 
 
 def check_compat(compat: Any) -> str | None:

@@ -270,6 +270,26 @@ def test_the_latest_of_several_containers_clips(parts, set_grads, titan):
     assert old.optimizers[0].max_grad_norm == MAX_NORM
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_the_latest_container_decides_that_its_gradients_are_clipped_at_once(
+    parts, set_grads, titan, in_backward
+):
+    """An older container may exist until the garbage collector runs."""
+    old = deferring(parts)
+    cls = OptimizersInBackwardContainer if in_backward else OptimizersContainer
+    new = cls(parts, FusedAdamW, {"lr": 1e-2})
+    set_grads(parts, 0)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    norm = torch.cat([g.flatten() for g in gradients(parts)]).norm()
+    assert float(norm) == pytest.approx(MAX_NORM, rel=1e-4)
+    assert defer_clipping(old) is old.deferred_clipping  # asks for the older one again
+    set_grads(parts, 0)
+    before = gradients(parts)
+    titan.clip_grad_norm_(parameters(parts), MAX_NORM)
+    assert all(map(torch.equal, gradients(parts), before))
+    del new  # lived until here
+
+
 def test_taking_over_twice_changes_nothing(titan):
     once = titan.clip_grad_norm_
     take_over(titan)
