@@ -176,8 +176,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_stages:
-            _check_stages(self.optimizers)
-            self._knows_stages = True
+            self._knows_stages = _check_stages(self.optimizers)
         return super().step(*args, **kwargs)
 
 
@@ -266,6 +265,7 @@ def agree_over_pipeline(
     optimizers: OptimizersContainer, model_parts: Sequence[nn.Module], parallel_dims: Any
 ) -> None:
     """Lets pipeline stages decide together, as a ModelSpec's `post_optimizer_build_fn`."""
+    optimizers._knows_stages = True  # also that there are none
     if (mesh := parallel_dims.get_optional_mesh("pp")) is not None:
         for optimizer in optimizers:
             if isinstance(optimizer, FusedAdam):
@@ -431,20 +431,24 @@ def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _check_stages(optimizers: Sequence[Optimizer]) -> None:
+def _check_stages(optimizers: Sequence[Optimizer]) -> bool:
     """Raises ValueError if pipeline stages would decide separately.
 
     torchtitan builds optimizers without saying whether there are other stages. The parameters'
     meshes span all ranks of their stage.
+
+    Returns:
+        Whether there was a decision to make. Otherwise later steps may ask for one.
     """
     alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
     if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
-        return
+        return False
     spans = [p.device_mesh.size() for p in params_of(*alone) if isinstance(p, DTensor)]
     if max(spans, default=1) < dist.get_world_size():
         raise ValueError(
             "max_grad_norm and skip_nonfinite need one decision of all pipeline stages, which the "
             "optimizers do not know: let use_torchopt_ext prepare the configuration, call "
-            "agree_over_pipeline in the ModelSpec's post_optimizer_build_fn, or use "
-            "deferred_clipping in place of max_grad_norm"
+            "agree_over_pipeline in the ModelSpec's post_optimizer_build_fn, or set "
+            "deferred_clipping, without max_grad_norm"
         )
+    return True

@@ -79,6 +79,25 @@ def test_use_torchopt_ext_joins_pipeline_stages_and_keeps_a_hook() -> None:
     assert optimizers.optimizers[0].process_group is group_of_stages
 
 
+def test_stages_are_asked_for_with_the_first_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with plain parameters may be two stages, or two replicas under DDP."""
+    config = ours.use_torchopt_ext(llama3_debugmodel(), skip_nonfinite=True)
+    told, untold = (config.optimizer.build(model_parts=[nn.Linear(2, 2)]) for _ in range(2))
+    without_stages = SimpleNamespace(get_optional_mesh=lambda _: None)
+    config.model_spec.post_optimizer_build_fn(told, told.model_parts, without_stages)
+    config = ours.use_torchopt_ext(llama3_debugmodel())
+    later = config.optimizer.build(model_parts=[nn.Linear(2, 2)])
+    monkeypatch.setattr(ours.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ours.dist, "get_world_size", lambda: 2)
+    told.step()
+    with pytest.raises(ValueError, match="one decision of all pipeline stages"):
+        untold.step()
+    later.step()
+    later.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="one decision of all pipeline stages"):
+        later.step()
+
+
 def test_use_torchopt_ext_rejects_other_containers() -> None:
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Other(stock.OptimizersContainer.Config):
