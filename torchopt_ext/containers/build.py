@@ -268,17 +268,22 @@ def warn_of_lost_updates(options: Mapping[str, Any], params: Iterable[nn.Paramet
         )
 
 
-def reject_unclipped_write_back(options: Mapping[str, Any], *, deferred: bool) -> None:
-    """Rejects `write_back_gradients` if the step does not clip, for jobs without gradient scaler.
+def reject_ineffective_without_norm(options: Mapping[str, Any], *, deferred: bool) -> None:
+    """Rejects what needs clipping or a norm if steps have none, for jobs without gradient scaler.
 
     Args:
         options: FusedAdamW's arguments.
         deferred: the step clips by deferred clipping.
 
     Raises:
-        ValueError: `write_back_gradients` would have no effect.
+        ValueError: `write_back_gradients` or `norm_in_backward` would have no effect.
     """
     clips = deferred or options.get("max_grad_norm")
+    if options.get("norm_in_backward") and not (clips or options.get("skip_nonfinite")):
+        raise ValueError(
+            "norm_in_backward has no effect where no step needs a norm: set deferred_clipping, "
+            "max_grad_norm or skip_nonfinite"
+        )
     if options.get("write_back_gradients") and not clips:
         raise ValueError(
             "write_back_gradients has no effect where the step does not clip: set "

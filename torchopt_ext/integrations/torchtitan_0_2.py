@@ -24,7 +24,7 @@ from torch import nn
 
 from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
-from torchopt_ext.containers.build import fused_options, reject_unclipped_write_back
+from torchopt_ext.containers.build import fused_options, reject_ineffective_without_norm
 from torchopt_ext.containers.deferred_clipping import report_norm, take_over
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
@@ -121,12 +121,12 @@ def build_optimizers(
 
     Raises:
         ValueError: `compat` is set without fault tolerance, where the Trainer saves no state before
-            the first step, or `write_back_gradients` is set without clipping in the step.
+            the first step, or a setting has no effect without clipping or a norm in the step.
     """
     fault_tolerant = ft_manager is not None and ft_manager.enabled
     if getattr(optimizer_config, "compat", None) and not fault_tolerant:
         raise ValueError("compat of the optimizer section has no effect without fault tolerance")
-    reject_unclipped_write_back(
+    reject_ineffective_without_norm(
         fused_options(optimizer_config),
         deferred=getattr(optimizer_config, "deferred_clipping", False),
     )

@@ -25,7 +25,7 @@ from torchopt_ext.containers.build import (
     ineffective_alone,
     ineffective_on,
     read_options,
-    reject_unclipped_write_back,
+    reject_ineffective_without_norm,
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
@@ -116,7 +116,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         # A pattern may match in a stage on another rank.
         partial = dist.is_initialized() and dist.get_world_size() > 1
         for name in filter(lambda name: _ours(name, config), arguments):
-            reject_unclipped_write_back(arguments[name], deferred=config.deferred_clipping)
+            reject_ineffective_without_norm(arguments[name], deferred=config.deferred_clipping)
             arguments[name] = with_fp32_moments(arguments[name], model_parts, partial=partial)
         matched, dtypes = _matched(model_parts, [group.pattern for group in config.param_groups])
         _reject_ineffective(config, arguments, dtypes)
