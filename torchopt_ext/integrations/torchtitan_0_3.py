@@ -231,7 +231,7 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
 
     Raises:
         TypeError: The optimizer or scheduler section belongs to another class of containers.
-        ValueError: A field is unknown.
+        ValueError: A field is unknown, or the Config has no model yet. No error changes anything.
     """
     return put_into(config, OptimizersContainer, stock.OptimizersContainer, fields)
 
@@ -246,6 +246,8 @@ def put_into(config: Any, ours: Any, theirs: Any, fields: dict[str, Any]) -> Any
     """Does :func:`use_torchopt_ext` with a class of our containers in place of one of theirs."""
     check_section(config.optimizer, theirs, ours)
     check_section(config.lr_scheduler, stock.LRSchedulersContainer, LRSchedulersContainer)
+    if config.model_spec is None:
+        raise ValueError("model_spec is None: set it first, as its hook joins pipeline stages")
     config.optimizer = derive(config.optimizer, ours.Config, **fields)
     config.lr_scheduler = lr_schedulers(config.lr_scheduler)
     own_hook = config.model_spec.post_optimizer_build_fn

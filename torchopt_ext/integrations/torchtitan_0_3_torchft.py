@@ -63,7 +63,7 @@ def use_torchopt_ext(config: Any, **fields: Any) -> Any:
 
     Raises:
         TypeError: The optimizer or scheduler section belongs to another class of containers.
-        ValueError: A field is unknown.
+        ValueError: as :func:`torchtitan_0_3.use_torchopt_ext`.
     """
     theirs = stock.TorchFTOptimizersContainer
     return torchtitan_0_3.put_into(config, FTOptimizersContainer, theirs, fields)

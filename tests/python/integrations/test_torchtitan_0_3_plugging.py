@@ -109,6 +109,14 @@ def test_use_torchopt_ext_rejects_other_containers() -> None:
         ours.use_torchopt_ext(config)
 
 
+def test_use_torchopt_ext_needs_the_model() -> None:
+    config = llama3_debugmodel()
+    config.model_spec, section = None, config.optimizer
+    with pytest.raises(ValueError, match="model_spec is None"):
+        ours.use_torchopt_ext(config)
+    assert config.optimizer is section
+
+
 def test_other_versions_are_named() -> None:
     with pytest.warns(UserWarning, match=r"tested with torchtitan 0\.3\.9 and may not fit 0\.3\.0"):
         tested.warn_if_untested("torchtitan", "0.3.9")
