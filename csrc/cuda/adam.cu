@@ -1,6 +1,3 @@
-#include <array>
-#include <utility>
-
 #include "cuda/adam_quantized.h"
 
 namespace torchopt_ext {
@@ -42,11 +39,6 @@ __global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind)) adam_kernel(Ad
   pass_b_body<kKind>(DeviceCta{}, args);
 }
 
-template <int... kKinds>
-constexpr auto kernels(std::integer_sequence<int, kKinds...>) {
-  return std::array{adam_kernel<AdamKind{kKinds}>...};
-}
-
 }  // namespace
 
 template <int kTensors>
@@ -62,9 +54,9 @@ template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGr
                              cudaStream_t);
 
 void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
-  static constexpr auto kKernels = kernels(std::make_integer_sequence<int, kAdamKinds>{});
-  const auto kernel = kKernels[static_cast<size_t>(kind)];
-  kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args);
+  with_kind(kind, [&](auto constant) {
+    adam_kernel<constant()><<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args);
+  });
 }
 
 }  // namespace torchopt_ext

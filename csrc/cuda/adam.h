@@ -2,6 +2,9 @@
 // update_chunk, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cuda/cta.h"
 #include "cuda/gradients.h"
 #include "cuda/vector_lane.h"
@@ -174,6 +177,16 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chu
         [&](int i) { chunk.update(VectorLane<T, kWidth>{}, i); },
         [&](int i) { chunk.update(VectorLane<T, 1>{}, i); });
   });
+}
+
+// Calls f with the kind as a constant, to choose a kernel.
+template <class F>
+void with_kind(AdamKind kind, const F& f) {
+  [&]<int... kKinds>(std::integer_sequence<int, kKinds...>) {
+    ((static_cast<int>(kind) == kKinds ? f(std::integral_constant<AdamKind, AdamKind{kKinds}>{})
+                                       : void()),
+     ...);
+  }(std::make_integer_sequence<int, kAdamKinds>{});
 }
 
 }  // namespace

@@ -1,6 +1,3 @@
-#include <array>
-#include <utility>
-
 #include "cuda/adam_traced.h"
 
 namespace torchopt_ext {
@@ -35,18 +32,14 @@ __global__ void __launch_bounds__(kWarpThreads) sum_traces_kernel(AdamArgs args,
   sum_traces_body(DeviceWarp{}, shared, blockIdx.x, args, traces);
 }
 
-template <int... kKinds>
-constexpr auto traced_kernels(std::integer_sequence<int, kKinds...>) {
-  return std::array{adam_traced_kernel<AdamKind{kKinds}>...};
-}
-
 }  // namespace
 
 void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  static constexpr auto kKernels = traced_kernels(std::make_integer_sequence<int, kAdamKinds>{});
-  const auto kernel = kKernels[static_cast<size_t>(kind)];
-  kernel<<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args, traces);
+  with_kind(kind, [&](auto constant) {
+    const auto grid = static_cast<unsigned>(chunk_count);
+    adam_traced_kernel<constant()><<<grid, kAdamThreads, 0, stream>>>(args, traces);
+  });
 }
 
 void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 
+#include "cpu/float_mode.h"
 #include "cuda/adam_traced.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
@@ -169,7 +170,8 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
 }
 
 // Reads learning rates in CPU tensors. Kernels read learning rates on the device.
-std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups) {
+std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups, at::Device device) {
+  const FloatMode mode;  // item() of a float32
   std::vector<ParamGroups> ranges;
   for (const GroupHyper& group : groups) {
     if (ranges.empty() || ranges.back().count == ParamGroups::kMost) {
@@ -178,11 +180,11 @@ std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups) {
     }
     ParamGroupArgs& args = ranges.back().group[ranges.back().count++];
     args.hyper = group.adam;
-    if (group.lr.defined() && group.lr.is_cpu()) {
-      args.hyper.lr = group.lr.item<double>();
-    } else if (group.lr.defined()) {
+    if (group.lr.defined() && group.lr.device() == device) {
       args.lr = group.lr.const_data_ptr();
       args.lr_dtype = dtype_of(group.lr);
+    } else if (group.lr.defined()) {
+      args.hyper.lr = group.lr.item<double>();
     }
   }
   return ranges;
@@ -231,7 +233,7 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   args.steps = tables.steps.address<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
-  for (const ParamGroups& range : group_ranges(groups)) {
+  for (const ParamGroups& range : group_ranges(groups, control.device())) {
     for_each_range(work,
                    [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
   }

@@ -3,13 +3,21 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-#include <utility>
 
 #include "cuda/cta.h"
-#include "kernels/tensor_work.h"
 
 namespace torchopt_ext {
+
+// Calls f(0) to f(n - 1) from either end: a body may not depend on the order of a phase's threads.
+template <class F>
+void in_some_order(int n, const F& f) {
+  static thread_local uint32_t draw = 0;
+  draw = draw * 1664525 + 1013904223;
+  const bool reversed = draw >> 31 != 0;
+  for (int i = 0; i < n; ++i) {
+    f(reversed ? n - 1 - i : i);
+  }
+}
 
 struct HostWarp {
   template <class T>
@@ -19,9 +27,7 @@ struct HostWarp {
   };
   template <class F>
   void each(const F& f) const {
-    for (int thread = 0; thread < kWarpThreads; ++thread) {
-      f(thread);
-    }
+    in_some_order(kWarpThreads, f);
   }
   template <class F>
   void in_turn(const F& f) const {
@@ -83,27 +89,13 @@ struct HostCta {
 
   template <class F>
   void each(const F& f) const {
-    for (int thread = 0; thread < threads; ++thread) {
-      f(thread);
-    }
+    in_some_order(threads, f);
   }
   template <class F>
   void each_warp(const F& f) const {
-    for (int warp = 0; warp < threads / kWarpThreads; ++warp) {
-      f(warp, HostWarp{});
-    }
+    in_some_order(threads / kWarpThreads, [&](int warp) { f(warp, HostWarp{}); });
   }
   static void add(int64_t* where, int64_t change) { *where += change; }
 };
-
-// Calls f with the kind as a constant, as a launch chooses a kernel.
-template <class F>
-void with_kind(AdamKind kind, const F& f) {
-  [&]<int... kKinds>(std::integer_sequence<int, kKinds...>) {
-    ((static_cast<int>(kind) == kKinds ? f(std::integral_constant<AdamKind, AdamKind{kKinds}>{})
-                                       : void()),
-     ...);
-  }(std::make_integer_sequence<int, kAdamKinds>{});
-}
 
 }  // namespace torchopt_ext

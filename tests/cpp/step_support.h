@@ -7,7 +7,7 @@
 #include <sstream>
 #include <string>
 
-#include "cpu/adam_traced.h"
+#include "cpu/kernel_table.h"
 #include "cuda/adam_traced.h"
 #include "host_cta.h"
 #include "kernels/adam.h"
@@ -212,7 +212,7 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
     options.past_caches = past_caches;
     if (options.track != 0) {
       report.chunks.push_back(
-          adam_traced(table, scalars, tensor.work, options, chunk.begin, chunk.end()));
+          table.traced(table, scalars, tensor.work, options, chunk.begin, chunk.end()));
       add_trace(sum, report.chunks.back());
     } else {
       table.adam[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
@@ -223,13 +223,6 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
     finish_trace(sum, control, true, report.norms.data(), report.counts.data());
   }
   return report;
-}
-
-// Runs one kernel of each kind, as a step over tensors of all kinds does.
-template <int... kKinds>
-void traced_as_cuda(const HostCta& cta, TracedShared& shared, const AdamArgs& args,
-                    const TraceArgs& traces, std::integer_sequence<int, kKinds...>) {
-  (adam_traced_body<AdamKind{kKinds}>(cta, shared, args, traces), ...);
 }
 
 inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
@@ -266,7 +259,10 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
     const HostCta cta{block, blocks, threads};
     if (options.track != 0) {
       TracedShared shared;
-      traced_as_cuda(cta, shared, args, traces, std::make_integer_sequence<int, kAdamKinds>{});
+      for (int k = 0; k < kAdamKinds; ++k) {  // as a step over tensors of all kinds does
+        with_kind(static_cast<AdamKind>(k),
+                  [&](auto constant) { adam_traced_body<constant()>(cta, shared, args, traces); });
+      }
     } else {
       with_kind(tensor.work.kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });
     }

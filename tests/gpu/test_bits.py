@@ -80,7 +80,11 @@ def test_more_tensors_and_groups_than_a_launch_takes() -> None:
     found = {}
     for device in ("cpu", "cuda"):
         params = [nn.Parameter(t) for t in on(device, carved([(3,)] * 4000, torch.float32, 0))]
-        groups = [{"params": params[i::70], "lr": 1e-3 * (1 + i)} for i in range(70)]
+        groups: list[dict[str, Any]] = [
+            {"params": params[i::70], "lr": 1e-3 * (1 + i)} for i in range(70)
+        ]
+        groups[1]["lr"] = torch.tensor(2e-3, dtype=torch.float64, device=device)
+        groups[2]["lr"] = torch.tensor(3e-3)  # on the CPU
         optimizer = FusedAdamW(groups, max_grad_norm=1.0)
         set_gradients(params, 0)
         optimizer.step()

@@ -7,7 +7,8 @@ using cudaStream_t = CUstream_st*;
 namespace c10::cuda {
 
 struct CUDAStream {
-  operator cudaStream_t() const { return nullptr; }
+  operator cudaStream_t() const { return reinterpret_cast<cudaStream_t>(&stream); }
+  static inline char stream = 0;  // only its address matters
 };
 
 }  // namespace c10::cuda
