@@ -35,6 +35,8 @@ void for_each_param(const PlannedStep::Groups& groups, const Visit& visit) {
   }
 }
 
+bool has_gradient(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad().defined(); }
+
 std::vector<size_t> sizes_of(const PlannedStep::Groups& groups) {
   std::vector<size_t> sizes;
   for (const OptimizerParamGroup& group : groups) {
@@ -92,30 +94,41 @@ Label PlannedStep::what(size_t number, const at::Tensor& param) const {
 void PlannedStep::fit_state(const Groups& groups, State& state) const {
   for_each_param(groups, [&](size_t g, size_t, size_t number, const at::Tensor& param) {
     FusedAdamWParamState* own = state_of(state, param);
-    if (own == nullptr) {
-      return;
-    }
-    const Label param_what = what(number, param);
-    TORCH_CHECK(own->step().defined() && own->exp_avg().defined() && own->exp_avg_sq().defined(),
-                "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
-    own->step(own->step().to(param.device(), at::kFloat).reshape({}));
-    own->exp_avg(like_new_moment(own->exp_avg(), "exp_avg", param, param_what));
-    own->exp_avg_sq(like_new_moment(own->exp_avg_sq(), "exp_avg_sq", param, param_what));
-    if (own->max_exp_avg_sq().defined()) {
-      own->max_exp_avg_sq(
-          like_new_moment(own->max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
-    } else if (options_of(groups[g]).amsgrad()) {
-      own->max_exp_avg_sq(at::zeros_like(own->exp_avg_sq()));
+    if (own != nullptr && param.requires_grad()) {
+      fit(*own, options_of(groups[g]).amsgrad(), number, param);
     }
   });
 }
 
-// Makes the state of parameters with a first gradient, and the plan of all parameters with state.
-void PlannedStep::build(const Groups& groups, State& state) {
+// Moves a parameter's state to its device and storage order.
+void PlannedStep::fit(FusedAdamWParamState& own, bool amsgrad, size_t number,
+                      const at::Tensor& param) const {
+  const Label param_what = what(number, param);
+  TORCH_CHECK(own.step().defined() && own.exp_avg().defined() && own.exp_avg_sq().defined(),
+              "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
+  own.step(own.step().to(param.device(), at::kFloat).reshape({}));
+  own.exp_avg(like_new_moment(own.exp_avg(), "exp_avg", param, param_what));
+  own.exp_avg_sq(like_new_moment(own.exp_avg_sq(), "exp_avg_sq", param, param_what));
+  if (own.max_exp_avg_sq().defined()) {
+    own.max_exp_avg_sq(like_new_moment(own.max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
+  } else if (amsgrad) {
+    own.max_exp_avg_sq(at::zeros_like(own.exp_avg_sq()));
+  }
+}
+
+// Makes the state of parameters with a first gradient, and lists them in `begun`. Plans the
+// parameters with a gradient, and those of a plan that fits: they had one before.
+void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tensor>& begun) {
+  if (!plan_) {
+    planned_.clear();
+  }
   plan_.reset();
-  std::vector<at::Tensor> begun;
   for_each_param(groups, [&](size_t, size_t, size_t number, const at::Tensor& param) {
-    if (param.unsafeGetTensorImpl()->grad().defined() && state_of(state, param) == nullptr) {
+    if (number == planned_.size()) {
+      planned_.push_back(false);
+    }
+    planned_[number] = planned_[number] || has_gradient(param);
+    if (planned_[number] && state_of(state, param) == nullptr) {
       check_supported(param, what(number, param), /*complex=*/true);
       begun.push_back(param);
     }
@@ -132,22 +145,22 @@ void PlannedStep::build(const Groups& groups, State& state) {
       state[begun[i].unsafeGetTensorImpl()] = std::move(own);
     }
   }
-  fit_state(groups, state);
   slots_.clear();
-  without_state_.clear();
   std::vector<StepPlan::Entry> entries;
   for_each_param(groups, [&](size_t g, size_t index, size_t number, const at::Tensor& param) {
-    const FusedAdamWParamState* own = state_of(state, param);
-    (own == nullptr ? without_state_ : slots_).push_back({g, index});
-    if (own == nullptr) {
+    if (!planned_[number]) {
       return;
     }
+    slots_.push_back({g, index});
+    const bool amsgrad = options_of(groups[g]).amsgrad();
+    FusedAdamWParamState* own = state_of(state, param);
+    fit(*own, amsgrad, number, param);
     StepPlan::Entry entry;
     entry.tensors[kParam] = param;
     entry.tensors[kExpAvg] = own->exp_avg();
     entry.tensors[kExpAvgSq] = own->exp_avg_sq();
     entry.tensors[kStep] = own->step();
-    if (options_of(groups[g]).amsgrad()) {
+    if (amsgrad) {
       entry.tensors[kMaxExpAvgSq] = own->max_exp_avg_sq();
     }
     entry.group = static_cast<int32_t>(g);
@@ -163,20 +176,16 @@ void PlannedStep::build(const Groups& groups, State& state) {
   plan_ = std::make_unique<StepPlan>(entries, device);
 }
 
-// Takes this step's gradients. Returns false if the plan does not fit: tensors were replaced, or a
-// parameter without state has a gradient.
+// Takes this step's gradients. Returns false if a parameter out of the plan has a gradient, or if
+// the plan does not fit, because tensors were replaced: then there is no plan any more.
 bool PlannedStep::collect(const Groups& groups, const State& state) {
   if (!plan_ || sizes_of(groups) != group_sizes_) {
+    plan_.reset();
     return false;
   }
   const auto param_at = [&](const Slot& slot) -> const at::Tensor& {
     return groups[slot.group].params()[slot.index];
   };
-  for (const Slot& slot : without_state_) {
-    if (param_at(slot).unsafeGetTensorImpl()->grad().defined()) {
-      return false;
-    }
-  }
   std::vector<bool> amsgrad;
   for (const OptimizerParamGroup& group : groups) {
     amsgrad.push_back(options_of(group).amsgrad());
@@ -197,13 +206,20 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
     }
     return &param.unsafeGetTensorImpl()->grad();
   };
-  const bool fits = plan_->collect(read);
-  for (size_t i = 0; fits && i < slots_.size(); ++i) {
+  if (!plan_->collect(read)) {
+    plan_.reset();
+    return false;
+  }
+  bool complete = true;
+  for_each_param(groups, [&](size_t, size_t, size_t number, const at::Tensor& param) {
+    complete = complete && (planned_[number] || !has_gradient(param));
+  });
+  for (size_t i = 0; complete && i < slots_.size(); ++i) {
     if (plan_->pending(i) == StepPlan::Pending::kGradient) {
       plan_->set_gradient(i, param_at(slots_[i]).unsafeGetTensorImpl()->grad());
     }
   }
-  return fits;
+  return complete;
 }
 
 void PlannedStep::set_control(double max_grad_norm, bool skip_nonfinite) {
@@ -241,8 +257,14 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
       plan_->release();
     }
   });
+  std::vector<at::Tensor> begun;
+  auto forgetting = c10::make_scope_exit([&] {  // if the step raises
+    for (const at::Tensor& param : begun) {
+      state.erase(param.unsafeGetTensorImpl());
+    }
+  });
   if (!collect(groups, state)) {
-    build(groups, state);
+    build(groups, state, begun);
     TORCH_CHECK(collect(groups, state), "the parameters changed while the step was prepared");
   }
   set_control(max_grad_norm, skip_nonfinite);
@@ -252,6 +274,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   }
   control_update_(control_, accumulator_, std::nullopt, std::nullopt);
   plan_->update(hypers, control_);
+  forgetting.release();
 }
 
 at::Tensor PlannedStep::control(double Control::*field) const {

@@ -24,11 +24,12 @@ class PlannedStep {
   explicit PlannedStep(std::unordered_map<const void*, std::string> names = {})
       : names_(std::move(names)) {}
 
-  // Makes a step, and before it the state of parameters with a first gradient.
+  // Makes a step, and before it the state of parameters with a first gradient. If it raises, it
+  // leaves no new state.
   void step(const Groups& groups, State& state, double max_grad_norm, bool skip_nonfinite);
 
-  // Moves the existing state to its parameters' device and storage order. Raises, naming the
-  // parameter, if a tensor is missing or has another shape or dtype.
+  // Moves the state of parameters that require a gradient to their device and storage order.
+  // Raises, naming the parameter, if a tensor is missing or has another shape or dtype.
   void fit_state(const Groups& groups, State& state) const;
 
   // Returns a copy of a field of the control block as float64; 0 before the first step.
@@ -43,14 +44,15 @@ class PlannedStep {
   };
 
   bool collect(const Groups& groups, const State& state);
-  void build(const Groups& groups, State& state);
+  void build(const Groups& groups, State& state, std::vector<at::Tensor>& begun);
+  void fit(FusedAdamWParamState& own, bool amsgrad, size_t number, const at::Tensor& param) const;
   void set_control(double max_grad_norm, bool skip_nonfinite);
   Label what(size_t number, const at::Tensor& param) const;
 
   std::unordered_map<const void*, std::string> names_;
   std::unique_ptr<StepPlan> plan_;
   std::vector<Slot> slots_;          // by plan entry
-  std::vector<Slot> without_state_;  // parameters without state
+  std::vector<bool> planned_;        // by parameter: whether it has a plan entry
   std::vector<size_t> group_sizes_;  // when the plan was built
   at::Tensor control_;
   at::Tensor accumulator_;

@@ -200,6 +200,48 @@ TEST(FusedAdamW, LeavesParametersWithoutGradientAlone) {
   EXPECT_FALSE(params[2].grad().defined());
 }
 
+// A parameter without gradient is not looked at: it may be anything, also after it was stepped.
+TEST(FusedAdamW, StepsBesideAnyParameterWithoutGradient) {
+  const Tensor shared = torch::ones({3});
+  for (const Tensor& data :
+       {torch::ones({4}, at::kBFloat16), torch::ones({4}, at::kChar), torch::ones({2}),
+        torch::empty({0}), torch::ones({1}).expand({4}), shared}) {
+    const Tensors params{shared.clone().requires_grad_(), torch::ones({4}).requires_grad_(),
+                         torch::ones({5}).requires_grad_()};
+    FusedAdamW optimizer(params);
+    train(optimizer, params, 0, 1);
+    params[1].mutable_grad() = Tensor();
+    params[1].requires_grad_(false);
+    params[1].set_data(data.is_same(shared) ? params[0].detach() : data);
+    for (int step = 1; step < 4; ++step) {
+      give_gradients({params[0], params[2]}, 7);
+      params[step % 2 == 0 ? 0 : 2].mutable_grad() = Tensor();
+      optimizer.step();
+    }
+    EXPECT_EQ(state_of(optimizer, params[0]).step().item<float>(), 3.0F);
+    EXPECT_EQ(state_of(optimizer, params[1]).step().item<float>(), 1.0F);
+    EXPECT_EQ(state_of(optimizer, params[2]).step().item<float>(), 2.0F);
+    params[1].set_data(torch::ones({4}));
+    train(optimizer, params, 4, 5);
+    EXPECT_EQ(state_of(optimizer, params[1]).step().item<float>(), 2.0F);
+  }
+}
+
+TEST(FusedAdamW, LeavesNoStateOfAStepThatRaises) {
+  const Tensor both = torch::ones({10});
+  const Tensors params{both.slice(0, 0, 6).detach().requires_grad_(),
+                       both.slice(0, 5, 10).detach().requires_grad_()};
+  FusedAdamW optimizer(params);
+  give_gradients(params, 1);
+  EXPECT_EQ(message_of([&] { optimizer.step(); }), "parameter 1 shares memory with parameter 0");
+  params[1].mutable_grad() = torch::ones({5}).to_sparse();
+  EXPECT_NE(message_of([&] { optimizer.step(); }), "nothing was raised");
+  EXPECT_TRUE(optimizer.state().empty());
+  params[1].mutable_grad() = Tensor();
+  optimizer.step();
+  EXPECT_EQ(optimizer.state().size(), 1);
+}
+
 TEST(FusedAdamW, CallsTheClosureBeforeItSteps) {
   const Tensor x = torch::ones({4}).requires_grad_();
   FusedAdamW optimizer({x}, FusedAdamWOptions(0.1).weight_decay(0.0));

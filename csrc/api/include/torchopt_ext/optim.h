@@ -80,7 +80,8 @@ class FusedAdamW : public torch::optim::Optimizer {
 
  public:
   // Updates the parameters that have a gradient; returns the closure's loss, if there is a closure.
-  // Raises c10::Error, naming the parameter, and updates none if a tensor does not fit.
+  // Raises c10::Error, naming the parameter, if a tensor does not fit: then nothing is updated, and
+  // no parameter has new state.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
   // Returns the norm of the last step's gradients before clipping, one float64 on the parameters'
