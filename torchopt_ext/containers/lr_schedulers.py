@@ -51,6 +51,7 @@ class LRSchedulersContainer(Stateful):
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
         self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
         self._partial = getattr(optimizers, "partial", False)
+        self._follows_initial_lrs = False
 
     def __iter__(self) -> Iterator[LRScheduler]:
         return iter(self.schedulers)
@@ -59,11 +60,21 @@ class LRSchedulersContainer(Stateful):
         return len(self.schedulers)
 
     def step(self) -> None:
+        self._update_base_lrs()
         step_together(self.schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the first scheduler's state dict. Others may differ only in base_lrs."""
+        self._update_base_lrs()
         return self.schedulers[0].state_dict()
+
+    def _update_base_lrs(self) -> None:
+        """Takes base lrs from the groups if load_state_dict says so: dcp.load loads them later."""
+        for scheduler in self.schedulers if self._follows_initial_lrs else ():
+            lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+            if scheduler.base_lrs != lrs:
+                scheduler.base_lrs = copy.deepcopy(lrs)
+                _set_step(scheduler, scheduler.last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved step, and sets each group's lr to its base lr times the factor.
@@ -72,7 +83,8 @@ class LRSchedulersContainer(Stateful):
         which keeps the base lrs. If all groups have the same base lr, here and in the dict, the
         saved one replaces it. If they differ, or other ranks have other parts, each group's base lr
         is its own `initial_lr`, which the optimizers' state dicts hold by parameter, because this
-        dict holds only one scheduler's, of one rank: load the optimizers first.
+        dict holds only one scheduler's, of one rank. If the optimizers are loaded later, the next
+        step sets the right rates.
 
         Raises:
             KeyError: last_epoch is missing.
@@ -89,20 +101,16 @@ class LRSchedulersContainer(Stateful):
         factors = state_dict.get("lr_lambdas", [])
         self._try_factors(last_epoch, factors)
         same = len({float(lr) for lr in chain(*own)}) <= 1 == len({float(lr) for lr in saved})
-        same = same and not self._partial
+        self._follows_initial_lrs = bool(saved) and (self._partial or not same)
         for scheduler in self.schedulers:
             groups = scheduler.optimizer.param_groups
             if len(state_dict) > 1:  # the first scheduler, here or there, may have more groups
                 own_factors = {"lr_lambdas": factors[: len(groups)]}
                 scheduler.load_state_dict(copy.deepcopy({**state_dict, **own_factors}))
             if saved:
-                lrs = saved[:1] * len(groups) if same else [g["initial_lr"] for g in groups]
-                scheduler.base_lrs = copy.deepcopy(lrs)
-            scheduler.last_epoch = last_epoch - 1
-            # step() computes the lr of last_epoch. A count of 0 avoids its order warning.
-            set_step_count(scheduler, 0)
-            scheduler.step()
-            set_step_count(scheduler, last_epoch + 1)
+                scheduler.base_lrs = copy.deepcopy(saved[:1] * len(groups))
+            _set_step(scheduler, last_epoch)
+        self._update_base_lrs()
 
     def _try_factors(self, step: int, saved: Sequence[dict[str, Any] | None]) -> None:
         """Calls copies of the factors, with their saved attributes, to raise their errors early."""
@@ -130,6 +138,15 @@ class LRSchedulersContainer(Stateful):
             keys = [f"lr/{name}/{i}" for i in range(len(values))] if values[1:] else [f"lr/{name}"]
             metrics |= zip(keys, values, strict=True)
         return metrics
+
+
+def _set_step(scheduler: LRScheduler, last_epoch: int) -> None:
+    """Sets the number of completed steps, and the learning rates that belong to it."""
+    scheduler.last_epoch = last_epoch - 1
+    # step() computes the lr of last_epoch. A count of 0 avoids its order warning.
+    set_step_count(scheduler, 0)
+    scheduler.step()
+    set_step_count(scheduler, last_epoch + 1)
 
 
 @overload

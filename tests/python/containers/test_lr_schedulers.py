@@ -481,8 +481,9 @@ def test_different_base_lrs_are_kept(parts, train):
     ]
 
 
+@pytest.mark.parametrize("optimizers_first", [True, False])
 @pytest.mark.parametrize("saver", range(4))
-def test_base_lrs_of_groups_come_from_the_optimizers(parts, saver):
+def test_base_lrs_of_groups_come_from_the_optimizers(parts, saver, optimizers_first):
     """The dict is of one scheduler, perhaps of another pipeline stage, with other groups."""
     first, second = parts
     stages = []
@@ -498,11 +499,17 @@ def test_base_lrs_of_groups_come_from_the_optimizers(parts, saver):
         stages.append((stage, LRSchedulersContainer(stage, functools.partial(max, 1.0)), factors))
     saved = copy.deepcopy(stages[saver][1].state_dict())
     for stage, schedulers, factors in stages:
-        stage.load_state_dict(copy.deepcopy(stage.state_dict()))
+        state = copy.deepcopy(stage.state_dict())
+        for group in stage.param_groups:
+            group["initial_lr"] = 7.0  # of another configuration
+        if optimizers_first:
+            stage.load_state_dict(state)
         schedulers.load_state_dict(saved)
+        if not optimizers_first:
+            stage.load_state_dict(state)
         expected = [BASE_LR * factor for factor in factors]
-        (scheduler,) = schedulers
-        assert scheduler.base_lrs == scheduler.get_last_lr() == expected
+        assert schedulers.state_dict()["base_lrs"] == expected
+        assert [group["lr"] for group in stage.param_groups] == expected
 
 
 def test_a_common_base_lr_comes_from_the_dict(parts, train):
