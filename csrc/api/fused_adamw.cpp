@@ -46,19 +46,20 @@ std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptio
   return options;
 }
 
+// The archive keeps its own tensors.
 template <class T>
 bool read_if_there(InputArchive& archive, const char* name, T& value) {
   c10::IValue found;
   const bool there = archive.try_read(name, found);
   if (there) {
-    value = found.to<T>();
+    value = found.deepcopy().to<T>();
   }
   return there;
 }
 
 template <class T>
-void read_option(InputArchive& archive, const char* name, T& value) {
-  TORCH_CHECK(read_if_there(archive, name, value), "the archive has no option ", name,
+void read(InputArchive& archive, const char* name, T& value) {
+  TORCH_CHECK(read_if_there(archive, name, value), "the archive has no ", name,
               ", expected that of an Adam or AdamW optimizer");
 }
 
@@ -85,13 +86,20 @@ void FusedAdamWOptions::serialize(OutputArchive& archive) const {
 }
 
 void FusedAdamWOptions::serialize(InputArchive& archive) {
-  read_option(archive, "lr", lr_);
-  read_option(archive, "betas", betas_);
-  read_option(archive, "eps", eps_);
-  read_option(archive, "weight_decay", weight_decay_);
-  read_option(archive, "amsgrad", amsgrad_);
+  read(archive, "lr", lr_);
+  read(archive, "betas", betas_);
+  read(archive, "eps", eps_);
+  read(archive, "weight_decay", weight_decay_);
+  read(archive, "amsgrad", amsgrad_);
   lacks_maximize_ = !read_if_there(archive, "maximize", maximize_);
   lacks_decoupled_ = !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+}
+
+bool FusedAdamWOptions::operator==(const FusedAdamWOptions& other) const {
+  bool equal = true;
+  for_each_option(
+      [&](const char*, const auto& option) { equal = equal && option(*this) == option(other); });
+  return equal;
 }
 
 double FusedAdamWOptions::get_lr() const { return lr(); }
@@ -108,12 +116,12 @@ void FusedAdamWParamState::serialize(OutputArchive& archive) const {
 
 void FusedAdamWParamState::serialize(InputArchive& archive) {
   int64_t steps = 0;
-  read_if_there(archive, "step", steps);
+  read(archive, "step", steps);
   TORCH_CHECK(steps >= 0 && steps < int64_t{1} << 62, "step is ", steps,
               ", expected a count of steps");
   step_ = torch::scalar_tensor(static_cast<double>(steps), at::kFloat);
-  read_if_there(archive, "exp_avg", exp_avg_);
-  read_if_there(archive, "exp_avg_sq", exp_avg_sq_);
+  read(archive, "exp_avg", exp_avg_);
+  read(archive, "exp_avg_sq", exp_avg_sq_);
   read_if_there(archive, "max_exp_avg_sq", max_exp_avg_sq_);
 }
 
@@ -144,6 +152,7 @@ void FusedAdamW::add_param_group(const OptimizerParamGroup& param_group) {
   planned();
   std::unordered_map<const void*, size_t> numbers;
   const auto list_once = [&](const at::Tensor& param) {
+    TORCH_CHECK_VALUE(param.defined(), "parameter ", numbers.size(), " is not defined");
     const auto [first, is_new] = numbers.emplace(param.unsafeGetTensorImpl(), numbers.size());
     TORCH_CHECK_VALUE(is_new, "parameter ", numbers.size(), " is parameter ", first->second,
                       " again, expected each parameter once");

@@ -122,9 +122,66 @@ TEST(FusedAdamWArchive, OfOtherOptimizersIsRefused) {
   const std::string before = saved(optimizer);
   EXPECT_NE(message_of([&] {
               load(optimizer, saved(torch::optim::SGD(copies(params), 0.7)));
-            }).find("the archive has no option betas"),
+            }).find("the archive has no betas"),
             std::string::npos);
   EXPECT_EQ(saved(optimizer), before);
+}
+
+TEST(FusedAdamWArchive, HasStepAndMoments) {
+  for (const char* missing : {"step", "exp_avg", "exp_avg_sq"}) {
+    torch::serialize::OutputArchive written;
+    for (const char* name : {"exp_avg", "exp_avg_sq"}) {
+      if (std::string(name) != missing) {
+        written.write(name, c10::IValue(torch::ones({3})));
+      }
+    }
+    if (std::string("step") != missing) {
+      written.write("step", c10::IValue(int64_t{3}));
+    }
+    std::stringstream stream;
+    written.save_to(stream);
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    FusedAdamWParamState read;
+    EXPECT_EQ(message_of([&] { read.serialize(archive); }),
+              std::string("the archive has no ") + missing +
+                  ", expected that of an Adam or AdamW optimizer");
+  }
+}
+
+TEST(FusedAdamWArchive, KeepsItsTensors) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params);
+  train(optimizer, params, 0, 1);
+  std::istringstream stream(saved(optimizer));
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  FusedAdamW other(copies(params));
+  optimizer.load(archive);
+  other.load(archive);
+  const std::string before = saved(other);
+  train(optimizer, params, 1, 3);
+  EXPECT_TRUE(saved(other) == before);
+  optimizer.load(archive);
+  EXPECT_TRUE(state_of(optimizer, params[0])
+                  .exp_avg()
+                  .equal(state_of(other, other.param_groups()[0].params()[0]).exp_avg()));
+}
+
+// A frozen parameter may be anything, as it is not stepped.
+TEST(FusedAdamWArchive, FitsParametersThatRequireAGradient) {
+  const Tensors params = some_params();
+  FusedAdamW optimizer(params);
+  train(optimizer, params, 0, 1);
+  const std::string archive = saved(optimizer);
+  params[1].mutable_grad() = Tensor();
+  params[1].set_data(params[1].detach().to(at::kBFloat16));
+  EXPECT_NE(message_of([&] { load(optimizer, archive); }).find("expected BFloat16"),
+            std::string::npos);
+  params[1].requires_grad_(false);
+  load(optimizer, archive);
+  optimizer.step();
+  EXPECT_EQ(state_of(optimizer, params[0]).step().item<float>(), 2.0F);
 }
 
 TEST(FusedAdamWArchive, IsRefusedWhole) {

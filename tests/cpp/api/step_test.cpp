@@ -338,8 +338,15 @@ TEST(FusedAdamW, NamesWhatDoesNotFitAndChangesNothing) {
       std::string::npos);
 }
 
-TEST(FusedAdamW, RefusesAParameterThatIsListedTwice) {
+TEST(FusedAdamWOptions, CompareByValue) {
+  EXPECT_TRUE(FusedAdamWOptions(0.5).eps(1e-3) == FusedAdamWOptions(0.5).eps(1e-3));
+  EXPECT_FALSE(FusedAdamWOptions(0.5) == FusedAdamWOptions(0.5).decoupled_weight_decay(false));
+}
+
+TEST(FusedAdamW, RefusesAParameterThatIsListedTwiceOrUndefined) {
   const Tensors params = some_params();
+  EXPECT_EQ(message_of([&] { FusedAdamW(Tensors{params[0], Tensor(), Tensor()}); }),
+            "parameter 1 is not defined");
   EXPECT_EQ(message_of([&] { FusedAdamW(Tensors{params[0], params[1], params[0]}); }),
             "parameter 2 is parameter 0 again, expected each parameter once");
   torch::OrderedDict<std::string, Tensor> named;

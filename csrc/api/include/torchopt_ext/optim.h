@@ -31,6 +31,7 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
+  bool operator==(const FusedAdamWOptions& other) const;
   double get_lr() const override;
   void set_lr(double lr) override;
 
@@ -97,10 +98,11 @@ class FusedAdamW : public torch::optim::Optimizer {
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  // load() checks the whole archive before it changes anything, and moves the state to the
-  // parameters' device. The number of groups and of parameters per group must equal the archive's.
+  // load() checks the whole archive before it changes anything, and copies the state to the
+  // parameters' device. State of a parameter that requires no gradient is checked when it has one.
+  // The number of groups and of parameters per group must equal the archive's.
   // maximize and decoupled_weight_decay, which archives of libtorch's Adam and AdamW lack, keep the
-  // groups' values. Raises if an archive lacks another option: it is another optimizer's.
+  // groups' values. Raises if an archive lacks another option, step or moments.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
