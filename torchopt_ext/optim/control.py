@@ -197,13 +197,15 @@ class Controlled:
         return bool(self._settings.get("scheduled") or self._settings.get("growth_interval"))
 
     def saved_control(self) -> dict[str, float]:
-        """Returns the control block's counts and loss scale, for a checkpoint.
+        """Returns the control block's counts and loss scale (0: none), for a checkpoint.
 
         Returns an empty dict without a schedule or loss scale: nothing else depends on the fields.
         """
         if not self.keeps_counts:
             return {}
         values = read_fields(self._block(self.default_device)[0])
+        if not self._settings.get("growth_interval"):
+            values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
 
     def load_control(self, control: Mapping[str, float], counted: float, made: float) -> None:
@@ -221,10 +223,17 @@ class Controlled:
             # torch's set_optimizer_state_dict fills a missing entry with this optimizer's own
             # counts, which belong to other steps than the loaded state.
             kept, done = {}, 0.0
-        fields = dict.fromkeys(PERSISTENT, 0.0)
-        fields |= {"loss_scale": self._settings.get("loss_scale", 1.0)} | kept
+        fields = dict.fromkeys(PERSISTENT, 0.0) | kept
         if not self._settings.get("growth_interval"):
             fields["loss_scale"] = 1.0  # nobody scales this optimizer's gradients
+        elif fields["loss_scale"] == 0.0:
+            fields["loss_scale"] = self._settings["loss_scale"]
+            if done >= counted > 0.0:
+                warnings.warn(
+                    "the state dict was saved without a loss scale: it begins anew, with "
+                    f"{fields['loss_scale']:g}",
+                    stacklevel=3,
+                )
         if done < counted:
             fields["steps"] = counted + fields["skipped_steps"]
             if self.keeps_counts:

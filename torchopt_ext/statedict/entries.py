@@ -84,10 +84,8 @@ def control_problem(fields: Any) -> str | None:
         return f"'{CONTROL_KEY}' is {fields!r}, expected a dict of numbers"
     for name, value in fields.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        scale = name == "loss_scale"
-        if not number or not 0 <= value < float("inf") or (scale and value == 0):
-            expected = f"expected a number {'above 0' if scale else 'of 0 or more'}"
-            return f"'{CONTROL_KEY}' has {name} = {value!r}, {expected}"
+        if not number or not 0 <= value < float("inf"):
+            return f"'{CONTROL_KEY}' has {name} = {value!r}, expected a number of 0 or more"
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import tree_map_only
+from torchopt_ext._torch import is_dtensor, tree_map_only
 from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.optim.storage import Storage
@@ -85,8 +85,12 @@ class Loaded:
         """The largest step count of a parameter."""
         return largest_step(slot.entry for slot in self.slots)
 
-    def problems(self, optimizer: Any) -> Iterator[str]:
-        """Yields all that does not fit the optimizer that is to load it."""
+    def problems(self, optimizer: Any, *, parts: bool = False) -> Iterator[str]:
+        """Yields all that does not fit the optimizer that is to load it.
+
+        Args:
+            parts: tensors may have memory for this rank's part only.
+        """
         if found := control_problem(self.control):
             yield found
         required = required_of(type(optimizer))
@@ -96,6 +100,12 @@ class Loaded:
                 if name not in slot.entry:
                     yield f"{slot.called(name)} is missing"
             yield from slot.problems(optimizer)
+            for name, value in slot.entry.items() if not parts else ():
+                if hasattr(value, "__create_chunk_list__") and not is_dtensor(value):
+                    yield (
+                        f"{slot.called(name)} is one rank's part: call consolidate_state_dict() on "
+                        "all ranks before state_dict(), or save with dcp.save"
+                    )
         pairs = zip(self.groups, optimizer.param_groups, strict=True)
         for number, (group, own) in enumerate(pairs if required is not None else ()):
             if lacking := (_NEEDED & own.keys()) - group.keys():
@@ -122,12 +132,14 @@ def largest_step(entries: Iterable[Any]) -> float:
     return max(map(float, steps), default=0.0)
 
 
-def raise_problems(found: Iterable[str], kind: type[Exception] = ValueError) -> None:
+def raise_problems(
+    found: Iterable[str], kind: type[Exception] = ValueError, what: str = "the state dict"
+) -> None:
     """Raises ``kind`` with all problems, the first of them in full; does nothing without any."""
     problems = list(found)
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise kind(f"the state dict does not fit: {'; '.join(problems[:SHOWN])}{more}")
+        raise kind(f"{what} does not fit: {'; '.join(problems[:SHOWN])}{more}")
 
 
 def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:

@@ -16,7 +16,7 @@ from torchopt_ext.optim.storage import (
     join_master,
     split_master,
 )
-from torchopt_ext.statedict.entries import MASTERS, REMAINDERS, tensor_problem
+from torchopt_ext.statedict.entries import MASTERS, REMAINDERS, tensor_problem, unwrapped
 from torchopt_ext.statedict.loaded import raise_problems
 
 
@@ -122,7 +122,7 @@ def read_weights(
 
     Args:
         given: weights by parameter or name. Other names are ignored, so a model's whole state dict
-            will do. A plain tensor for a DTensor is the whole weight.
+            will do, also a compiled model's. A plain tensor for a DTensor is the whole weight.
         named: an optimizer's parameters, "" if it knows no name.
         keeps: whether a parameter has a master; ``given`` must have all such trained parameters.
 
@@ -134,12 +134,14 @@ def read_weights(
         raise TypeError(f"got a {type(given).__name__}, expected weights by parameter or name")
     pairs, problems = [], []
     known = set()
+    of_name = {unwrapped(key): value for key, value in given.items() if isinstance(key, str)}
     for number, (name, param) in enumerate(named):
         what = repr(name) if name else f"parameter {number}, of which the optimizer has no name,"
         known.add(param)
         if not is_steppable(param):
             continue
-        weight = given.get(param, given.get(name) if name else None)
+        by_name = given.get(name, of_name.get(unwrapped(name))) if name else None
+        weight = given.get(param, by_name)
         exact = param.requires_grad and param.dtype in SIXTEEN_BIT
         if weight is None:
             if exact and keeps(param):
@@ -159,7 +161,7 @@ def read_weights(
     if given and known and not pairs and not problems:
         names = sorted(map(str, given))
         problems.append(f"no parameter's name is among {names[:3]}: build the optimizer with names")
-    raise_problems(problems)
+    raise_problems(problems, what="from_")
     return pairs
 
 

@@ -148,7 +148,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         loaded = read_indexed(hooked, zero.param_groups)
         if isinstance(zero.optim, FusedAdam):
             loaded.slots = [*map(dequantized, loaded.slots)]
-        raise_problems(loaded.problems(zero.optim))
+        raise_problems(loaded.problems(zero.optim, parts=True))
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
         slots = []
         for part in parts:

@@ -244,7 +244,7 @@ def test_a_checkpoint_does_not_decide_settings() -> None:
     [
         ({"steps": "many"}, "of 0 or more"),
         ({"steps": None}, "of 0 or more"),
-        ({"loss_scale": 0.0}, "above 0"),
+        ({"loss_scale": -1.0}, "of 0 or more"),
         ([1.0], "a dict"),
         (3.0, "a dict"),
     ],
@@ -266,6 +266,19 @@ def test_a_wrong_control_entry_is_refused_before_anything_changes(
         optimizer.load_state_dict(saved)
     assert snapshot(optimizer) == before
     assert float(optimizer.control.steps) == steps
+
+
+def test_a_loss_scale_that_the_checkpoint_lacks_begins_anew() -> None:
+    _, first = stepped()
+    first.set_schedule(**SCHEDULE)
+    first.step()
+    _, second = stepped()
+    second.set_schedule(**SCHEDULE)
+    second.set_loss_scale(1024.0)
+    with pytest.warns(UserWarning, match="without a loss scale: it begins anew, with 1024"):
+        second.load_state_dict(first.state_dict())
+    assert float(second.control.loss_scale) == 1024.0
+    assert float(second.control.steps) == 2
 
 
 def test_gradients_that_nobody_scales_are_not_divided_by_a_loaded_loss_scale() -> None:

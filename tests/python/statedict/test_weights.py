@@ -149,6 +149,22 @@ def test_a_loaded_state_dict_does_not_rename_parameters() -> None:
         assert_same_bits(model.parameters(), [weight.to(BF16) for weight in weights.values()])
 
 
+@pytest.mark.parametrize("compiled", ["neither", "optimizer", "weights", "both"])
+@pytest.mark.parametrize("container", [False, True])
+def test_names_of_compiled_models(compiled: str, container: bool) -> None:
+    model, exact = nn.Linear(8, 8).to(BF16), nn.Linear(8, 8)
+    own = torch.compile(model) if compiled in ("optimizer", "both") else model
+    given = torch.compile(exact) if compiled in ("weights", "both") else exact
+    optimizer: Any
+    if container:
+        optimizer = OptimizersContainer([own], FusedAdamW, {"master_weights": "fp32"})
+    else:
+        optimizer = FusedAdamW(own.named_parameters(), master_weights="fp32")
+    optimizer.refresh_masters(from_=given.state_dict())
+    masters = [optimizer.state[param]["master_weight"] for param in model.parameters()]
+    assert_same_bits(masters, exact.parameters())
+
+
 @each_kind
 @pytest.mark.parametrize("wrong", WRONG)
 def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:

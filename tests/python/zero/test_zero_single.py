@@ -262,6 +262,22 @@ def test_balanced_wants_elementwise_optimizers() -> None:
     check_same([p.detach() for p in params], [p.detach() for p in plain_params])
 
 
+@every_partition
+def test_other_optimizers_reject_one_ranks_part(partition: str) -> None:
+    params = parameters()
+    kind, kwargs = KINDS["FusedAdamW"]
+    zero = ZeroRedundancyOptimizer(params, kind, **kwargs, **PARTITIONS[partition])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    zero.step()
+    plain = FusedAdamW(parameters())
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 is one rank's part: call consol"):
+        plain.load_state_dict(zero.state_dict())
+    assert not plain.state
+    zero.consolidate_state_dict()
+    plain.load_state_dict(zero.state_dict())
+
+
 def test_pickling_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(pair("AdamW")[0])
