@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ def cmake(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
+
+
+@pytest.fixture(name="cmake")
+def _cmake() -> Callable[..., str]:
+    return cmake
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.newest_torch]
 
 LIBRARY = Path(torchopt_ext.cmake_prefix_path).parents[1] / "lib" / "libtorchopt_ext.so"
 ROOT = Path(__file__).resolve().parents[3]
+CMake = Callable[..., str]
 
 
 def test_the_example_learns(cpp_programs: Path) -> None:
@@ -143,22 +145,66 @@ class TestLibrary:
         assert b"libtorch_python" not in LIBRARY.read_bytes()
 
 
-def test_another_torch_is_refused(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    package = Path(torchopt_ext.cmake_prefix_path).parents[1]
-    shutil.copytree(package / "share", site / "torchopt_ext" / "share")
-    version = site / "torch" / "include" / "torch" / "headeronly" / "version.h"
-    version.parent.mkdir(parents=True)
-    version.write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 3\n")
-    script = tmp_path / "find.cmake"
-    script.write_text("find_package(torchopt_ext REQUIRED)")
-    if (cmake := shutil.which("cmake")) is None:
-        pytest.skip("no cmake")
-    prefix = site / "torchopt_ext" / "share" / "cmake"
-    done = subprocess.run(
-        [cmake, f"-DCMAKE_PREFIX_PATH={prefix}", "-P", str(script)], capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    message = " ".join(done.stderr.split())
-    assert f"was built against torch {torchopt_ext._build_info.TORCH_VERSION}, but" in message
-    assert "is torch 2.3" in message
+FIND = """
+set(TORCH_VERSION 2.15.0)
+set(WITH_CUDA ON)
+configure_file({root}/csrc/api/torchopt_extConfig.cmake.in
+  {site}/torchopt_ext/share/cmake/torchopt_ext/torchopt_extConfig.cmake @ONLY)
+set(torchopt_ext_DIR {site}/torchopt_ext/share/cmake/torchopt_ext)
+get_cmake_property(before VARIABLES)
+find_package(torchopt_ext {option})
+get_cmake_property(made VARIABLES)
+list(REMOVE_ITEM made ${{before}} before)
+list(FILTER made EXCLUDE REGEX ^torchopt_ext_)
+message("made [${{made}}] found ${{torchopt_ext_FOUND}}: ${{torchopt_ext_NOT_FOUND_MESSAGE}}")
+"""
+
+
+class TestFindPackage:
+    @pytest.fixture(autouse=True)
+    def _setup(self, cmake: CMake, tmp_path: Path) -> None:
+        self.cmake = cmake
+        self.site = tmp_path / "site"
+        self.script = tmp_path / "find.cmake"
+
+    def find(self, *arguments: str, option: str = "QUIET") -> str:
+        self.script.write_text(FIND.format(root=ROOT, site=self.site, option=option))
+        return " ".join(self.cmake(*arguments, "-P", str(self.script)).split())
+
+    def add_torch(self, folder: Path, minor: int) -> None:
+        (folder / "share" / "cmake" / "Torch").mkdir(parents=True)
+        version = folder / "include" / "torch" / "headeronly" / "version.h"
+        version.parent.mkdir(parents=True)
+        version.write_text(f"#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR {minor}\n")
+
+    def test_another_torch_is_refused(self) -> None:
+        self.add_torch(self.site / "torch", 3)
+        assert "was built against torch 2.15.0, but" in self.find()
+        with pytest.raises(AssertionError, match=r"torch\s2\.3:\sbuild\sit"):
+            self.find(option="REQUIRED")
+
+    def test_an_optional_package_is_not_found(self) -> None:
+        assert self.find().startswith("made [] found 0: torchopt_ext found no torch: add ")
+
+    def test_a_cuda_build_needs_torchs(self) -> None:
+        self.add_torch(self.site / "torch", 15)
+        assert "is a CPU build of torch" in self.find()
+
+    @pytest.mark.parametrize("place", [".", "share/cmake"])
+    def test_looks_where_find_package_does(
+        self, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch = self.site.parent / "elsewhere"
+        self.add_torch(torch, 3)
+        found = f"but {torch} is torch 2.3"
+        folder = torch / place
+        assert found in self.find(f"-DCMAKE_PREFIX_PATH=/nowhere;{folder}")
+        assert found in self.find(f"-DTorch_ROOT={folder}")
+        assert found in self.find(f"-DTorch_DIR={torch}/share/cmake/Torch")
+        for variable, value in {
+            "CMAKE_PREFIX_PATH": f"/nowhere:{folder}",
+            "Torch_ROOT": f"{folder}",
+        }.items():
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, value)
+                assert found in self.find()
