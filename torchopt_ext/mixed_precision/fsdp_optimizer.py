@@ -406,8 +406,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
 
 def reject_base(optimizer: Optimizer) -> None:
-    """Raises TypeError for an optimizer that cannot be wrapped."""
+    """Raises TypeError for an optimizer that cannot be wrapped, ValueError for its settings."""
     name = type(optimizer).__name__
+    if getattr(optimizer, "has_loss_scale", False):
+        raise ValueError(
+            f"the {name} keeps a loss scale of its own (set_loss_scale), which FSDPadaptOptimizer "
+            "would not use: give it grad_scal_cfg"
+        )
     if (inner := inner_optimizer(optimizer)) is not optimizer:
         raise TypeError(
             f"the {name} is a framework's wrapper: give FSDPadaptOptimizer the "

@@ -187,14 +187,19 @@ class Controlled:
         self._set_control(**rule, loss_scale=init_scale, **counts)
 
     @property
+    def has_loss_scale(self) -> bool:
+        """Whether the control block keeps a loss scale (:meth:`set_loss_scale`)."""
+        return bool(self._settings.get("growth_interval"))
+
+    @property
     def skips_overflow(self) -> bool:
         """Whether a gradient that is not finite skips a step even if no scaler asks for it."""
-        return bool(self._settings["skip_nonfinite"] or self._settings.get("growth_interval"))
+        return self.has_loss_scale or bool(self._settings["skip_nonfinite"])
 
     @property
     def keeps_counts(self) -> bool:
         """Whether a schedule or a loss scale depends on what the control block counts."""
-        return bool(self._settings.get("scheduled") or self._settings.get("growth_interval"))
+        return self.has_schedule or self.has_loss_scale
 
     def saved_control(self) -> dict[str, float]:
         """Returns the control block's counts and loss scale (0: none), for a checkpoint.
@@ -204,7 +209,7 @@ class Controlled:
         if not self.keeps_counts:
             return {}
         values = read_fields(self._block(self.default_device)[0])
-        if not self._settings.get("growth_interval"):
+        if not self.has_loss_scale:
             values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
 
@@ -224,7 +229,7 @@ class Controlled:
             # counts, which belong to other steps than the loaded state.
             kept, done = {}, 0.0
         fields = dict.fromkeys(PERSISTENT, 0.0) | kept
-        if not self._settings.get("growth_interval"):
+        if not self.has_loss_scale:
             fields["loss_scale"] = 1.0  # nobody scales this optimizer's gradients
         elif fields["loss_scale"] == 0.0:
             fields["loss_scale"] = self._settings["loss_scale"]

@@ -448,7 +448,8 @@ class CheckpointManager:
             self._warn_of_others(checkpoint, metadata, model)
         wanted = model | rest | found
         alone = self._group is None
-        dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
+        with as_config_error():  # such as groups that the checkpoint's settings do not fit
+            dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
         with fail_together(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)

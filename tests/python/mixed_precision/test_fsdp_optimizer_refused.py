@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer, master_optimizer
 
 from ..optim.subject import assert_same_bits
@@ -76,6 +77,13 @@ def test_optimizers_that_evaluate_the_model_themselves() -> None:
     with pytest.raises(TypeError, match="LBFGS"):
         FSDPadaptOptimizer(base)
     assert [id(p) for p in base.param_groups[0]["params"]] == held
+
+
+def test_optimizers_with_a_loss_scale_of_their_own() -> None:
+    base = FusedAdamW(parameters(FP32, SHORT))
+    base.set_loss_scale(1024.0)
+    with pytest.raises(ValueError, match=r"keeps a loss scale of its own \(set_loss_scale\)"):
+        FSDPadaptOptimizer(base)
 
 
 @pytest.mark.parametrize("whose", ["torch", "torchopt_ext"])

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from torchopt_ext.containers import OptimizersInBackwardContainer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.statedict.dcp import Reader
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
@@ -402,6 +403,13 @@ def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     setattr(job.model.get_submodule(owner), own, torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(ConfigError, match=rf"model: its {name} is \[.*, the job's is \[1\]$"):
         job.manager.load()
+
+
+def test_groups_that_the_saved_settings_do_not_fit_are_rejected(tmp_path: Path) -> None:
+    """For example without the `no_decay` of the job that saved them."""
+    Job(tmp_path, container=partial(OptimizersContainer, no_decay=["bias"])).train(until=2)
+    with pytest.raises(ConfigError, match="both parameters are in one group here"):
+        Job(tmp_path).manager.load()
 
 
 def test_entries_that_the_model_lacks_are_named(
