@@ -101,7 +101,8 @@ def choices(
 
     Args:
         models, no_decay, lr_multipliers: as for :func:`param_groups`; patterns are searched for in
-            the names of all modules' parameters, with and without the parts that wrappers add.
+            the names of all modules' parameters, with and without the parts that wrappers add,
+            except DistributedDataParallel's "module.".
         partial: other ranks have other modules, in which a pattern may be found.
     """
     if isinstance(no_decay, str):

@@ -6,6 +6,7 @@ The keys are torch's of `flatten_optimizer_state_dict`: `state.{fqn}.{name}` and
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -130,7 +131,8 @@ def read_options(
         missing, problems: the keys that the dict lacks and what is wrong are appended.
     """
     options: dict[str, Any] = {}
-    held = {"bias_correction": True, **group}
+    # A schedule that is built later reads initial_lr, and torch's groups lack bias_correction.
+    held = {"bias_correction": True, "initial_lr": group.get("lr"), **group}
     for name in [name for name in held if name not in _NOT_LOADED]:
         wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
         values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
@@ -241,7 +243,8 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
         for optimizer in optimizers:
             init_state(optimizer)
             if not optimizer.state:
-                get_optimizer_state_dict(part, optimizer)  # torch creates the state
+                with _without_gradients(params_of(optimizer)):
+                    get_optimizer_state_dict(part, optimizer)  # torch creates the state
         named: dict[str, Any] = get_optimizer_state_dict(part, _NamingOptimizer(params))
         (group,) = named["param_groups"]
         known = {*names.values()}
@@ -253,6 +256,19 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
                 )
             names[param] = fqn
     return names
+
+
+@contextmanager
+def _without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    """Puts gradients aside: torch creates no state while there are any."""
+    gradients = [param.grad for param in params]
+    try:
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
 
 
 class Completion:

@@ -95,6 +95,11 @@ class Loaded:
             yield found
         required = required_of(type(optimizer))
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
+        known = enumerate(zip(self.groups, optimizer.param_groups, strict=True))
+        pairs = [*known] if required is not None else []
+        for number, (group, own) in pairs:
+            if lacking := (_NEEDED & own.keys()) - group.keys():
+                yield f"group {number} {_lacks(lacking, optimizer)}"
         for slot in self.slots:
             for name in required or () if slot.entry else ():
                 if name not in slot.entry:
@@ -106,10 +111,7 @@ class Loaded:
                         f"{slot.called(name)} is one rank's part: call consolidate_state_dict() on "
                         "all ranks before state_dict(), or save with dcp.save"
                     )
-        pairs = zip(self.groups, optimizer.param_groups, strict=True)
-        for number, (group, own) in enumerate(pairs if required is not None else ()):
-            if lacking := (_NEEDED & own.keys()) - group.keys():
-                yield f"group {number} {_lacks(lacking, optimizer)}"
+        for number, (group, own) in pairs:
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"

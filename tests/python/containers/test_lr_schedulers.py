@@ -512,6 +512,25 @@ def test_base_lrs_of_groups_come_from_the_optimizers(parts, saver, optimizers_fi
         assert [group["lr"] for group in stage.param_groups] == expected
 
 
+def test_a_schedule_may_be_built_after_the_optimizers_are_loaded(parts, train):
+    def make(modules):
+        return OptimizersContainer(
+            modules, FusedAdamW, {"lr": BASE_LR}, lr_multipliers={"bias": 0.5}
+        )
+
+    container = make(parts)
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5**step)
+    run(container, schedulers, parts, train, range(3))
+    resumed = make(copy.deepcopy(parts))
+    resumed.load_state_dict(container.state_dict())
+    later = LRSchedulersContainer(resumed, lambda step: 0.5**step)
+    later.load_state_dict(schedulers.state_dict())
+    for _ in range(2):
+        assert [g["lr"] for g in resumed.param_groups] == [g["lr"] for g in container.param_groups]
+        schedulers.step()
+        later.step()
+
+
 def test_a_common_base_lr_comes_from_the_dict(parts, train):
     container, schedulers = make(parts, lrs=(0.5, 0.5))
     run(container, schedulers, parts, train, range(3))

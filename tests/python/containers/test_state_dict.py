@@ -545,6 +545,24 @@ def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name
         container.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.RMSprop])
+def test_gradients_do_not_keep_state_from_being_created(parts, set_grads, cls, assert_same):
+    """torch creates none while there are gradients."""
+    source = OptimizersContainer(copy.deepcopy(parts), cls, {"lr": 1e-2})
+    set_grads(source.model_parts, 0)
+    gradients = [param.grad for part in source.model_parts for param in part.parameters()]
+    kept = [gradient.clone() for gradient in gradients]
+    names = source.state_dict().keys()
+    source.step()
+    saved = source.state_dict()
+    assert names == saved.keys()
+    assert all(map(torch.equal, gradients, kept))
+    container = OptimizersContainer(parts, cls, {"lr": 1e-2})
+    set_grads(parts, 1)
+    container.load_state_dict(saved)
+    assert_same(container.state_dict(), saved)
+
+
 def test_numbers_in_a_users_state_stay_numbers(parts, set_grads):
     class Counting(torch.optim.Optimizer):
         def __init__(self, params):

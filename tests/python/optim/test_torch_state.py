@@ -276,8 +276,10 @@ def test_masters_do_not_survive_torchs_optimizer(kept: str) -> None:
 def test_another_optimizers_state_dict_is_rejected() -> None:
     params = make_params()
     optimizer = OURS["AdamW"](params, lr=0.25)
-    with pytest.raises(ValueError, match=r"lacks betas, eps, which FusedAdamW needs"):
-        optimizer.load_state_dict(torch.optim.SGD(params, lr=0.5).state_dict())
+    other = torch.optim.SGD(params, lr=0.5, momentum=0.9)
+    train([other], [params], 1)  # now it has state that does not fit, either
+    with pytest.raises(ValueError, match=r"fit: group 0 lacks betas, eps, which FusedAdamW needs"):
+        optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
