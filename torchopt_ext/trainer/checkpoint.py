@@ -125,7 +125,10 @@ class CheckpointManager:
         with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
-                self._lock = files.recover(self.folder)
+                try:
+                    self._lock = files.recover(self.folder)
+                except OSError as error:
+                    raise ConfigError(f"checkpoint.folder cannot be used: {error}") from error
 
     # ---- saving ----------------------------------------------------------------------------------
 

@@ -148,8 +148,8 @@ def recover(folder: Path) -> IO[str] | None:
         The file that locks the folder until it is closed or this process ends.
     """
     lock = None
+    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115 (returned)
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

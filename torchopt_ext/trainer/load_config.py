@@ -101,6 +101,8 @@ def _name_of(given: str, settings: Mapping[str, Any]) -> str:
     last = given.rpartition(".")[2]
     near = [known for known in settings if known.rpartition(".")[2] == last]
     sections = [] if "." in given else sorted({known.partition(".")[0] for known in settings})
+    if given in sections:
+        raise ConfigError(f"{given} is a section, expected one of its settings: {given}.<name>")
     near += difflib.get_close_matches(given, [*sections, *settings, *_RENAMED], n=1)
     hint = f"did you mean {_RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
     raise ConfigError(f"there is no setting {given}: {hint}")
@@ -121,6 +123,8 @@ def checked(kind: Any, value: Any) -> Any:
     if origin is list:
         if isinstance(value, str):
             value = _items(value)
+        elif get_origin(inner[0]) is list and str in map(type, value):
+            raise TypeError  # a list of lists
         if not isinstance(value, list):
             raise TypeError
         return [checked(inner[0], item) for item in value]

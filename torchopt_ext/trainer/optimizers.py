@@ -100,6 +100,13 @@ def build_optimizers(
             f"early_step_in_backward false, found {config.implementation!r} and "
             f"{config.early_step_in_backward}"
         )
+    dims = ParallelDims.of(job_config.parallelism, dist.get_world_size())
+    if dims.dp_shard * dims.tp * dims.pp > 1:
+        raise ConfigError(
+            f"parallelism.zero is {partition!r}, which needs data_parallel_replicate_degree alone, "
+            f"found data_parallel_shard_degree {dims.dp_shard}, tensor_parallel_degree {dims.tp} "
+            f"and pipeline_parallel_degree {dims.pp}"
+        )
     if ft_manager is not None and ft_manager.enabled:
         raise ConfigError("parallelism.zero divides the state among ranks that may not come and go")
     options = fused_options(config)

@@ -80,11 +80,15 @@ def parallelize(
                 f"parallelism.tensor_parallel_degree is {parallel_dims.tp}, but "
                 f"{type(model).__name__}'s TrainSpec gives parallelize no tp_plan"
             )
-        if job_config.training.seq_len % parallel_dims.tp:
-            raise ConfigError(
-                f"training.seq_len is {job_config.training.seq_len}, expected a multiple of "
-                f"parallelism.tensor_parallel_degree {parallel_dims.tp}"
-            )
+        lengths = {"training.seq_len": job_config.training.seq_len}
+        if job_config.validation.enable:
+            lengths["validation.seq_len"] = job_config.validation.seq_len
+        for name, length in lengths.items():
+            if length % parallel_dims.tp:
+                raise ConfigError(
+                    f"{name} is {length}, expected a multiple of "
+                    f"parallelism.tensor_parallel_degree {parallel_dims.tp}"
+                )
         plan = tp_plan(model, parallel_dims.loss_parallel_enabled)
         ties = tied_names(model)
         parallelize_module(model, world_mesh["tp"], dict(plan))

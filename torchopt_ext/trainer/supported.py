@@ -49,6 +49,8 @@ _AT_LEAST = {
     "training.epochs": 0,
     "training.max_consecutive_skips": 0,
     "training.gc_freq": 1,
+    "training.dataloader.prefetch_factor": 1,
+    "validation.dataloader.prefetch_factor": 1,
     "training.seed": 0,
     "optimizer.lr": 0,
     "optimizer.beta1": 0,

@@ -92,9 +92,12 @@ class Trainer(Stateful):
             raise ConfigError(f"job.dump_folder cannot be created: {error}") from error
         if job_config.job.save_config_file and dist.get_rank() == 0:
             file = folder / job_config.job.save_config_file
-            file.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
-            file.write_text(f"{text}\n")
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"{text}\n")
+            except OSError as error:
+                raise ConfigError(f"job.save_config_file cannot be written: {error}") from error
         self.ft_manager = ft.init_ft_manager(job_config)
         world_size = dist.get_world_size()
         self.parallel_dims = dims = ParallelDims.of(job_config.parallelism, world_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_ext._torch import prepare_stages_again
 from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.pipeline import is_v_shaped
 
 if TYPE_CHECKING:
     from torchopt_ext.trainer.trainer import Trainer
@@ -19,7 +20,13 @@ def _check_batch_size(trainer: "Trainer") -> None:
     if trainer.pp_schedule is None:
         return
     training, validation = trainer.job_config.training, trainer.job_config.validation
-    size = trainer.job_config.parallelism.pipeline_parallel_microbatch_size
+    parallelism = trainer.job_config.parallelism
+    if is_v_shaped(parallelism):
+        raise ConfigError(
+            "validation.enable does not go with parallelism.pipeline_parallel_schedule "
+            f"{parallelism.pipeline_parallel_schedule!r}: torch evaluates no V-shaped schedule"
+        )
+    size = parallelism.pipeline_parallel_microbatch_size
     microbatches = training.batch_size // size
     if validation.local_batch_size % microbatches:
         raise ConfigError(

@@ -423,6 +423,12 @@ def test_entries_that_the_model_lacks_are_named(
     assert "the job's model lacks, and that are not loaded: extra.bias, extra.weight" in caplog.text
 
 
+def test_a_folder_that_cannot_be_created_ends_the_job_at_its_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder cannot be used: \[Errno 17\]"):
+        Job(tmp_path / "file")
+
+
 def test_a_missing_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step-7 cannot be loaded: .* lacks \.metadata"):
         Job(tmp_path).manager.load(7)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -227,3 +227,15 @@ def test_settings_that_do_not_go_together(
     dims = ParallelDims(*degrees, world_size=size, enable_loss_parallel=True)
     with pytest.raises(ValueError, match=message):
         parallelize(Model(), None, dims, config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_ranks_divide_every_sequence(section: str) -> None:
+    config = on_cpu()
+    config.training.seq_len = config.validation.seq_len = 32
+    config.validation.enable = True
+    getattr(config, section).seq_len = 31
+    dims = ParallelDims(1, 1, 1, 2, 1, world_size=2, enable_loss_parallel=True)
+    without: Any = None
+    with pytest.raises(ValueError, match=f"{section}.seq_len is 31, expected a multiple of"):
+        parallelize(Model(), without, dims, config, tp_plan=lambda *_: {})

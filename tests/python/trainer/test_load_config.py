@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from torchopt_ext.trainer import config, quantize_config
@@ -328,6 +328,7 @@ def test_any_command_line_is_read_or_rejected(args: list[str]) -> None:
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(name="parallelism.module_fqns_per_model_part", value=["layers.0"])
 @given(name=st.sampled_from(NAMES), value=SCALARS | st.lists(SCALARS, max_size=2))
 def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, value: Any) -> None:
     assume(name not in ("job.config_file", "job.custom_config_module"))
@@ -368,6 +369,8 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         ("--fault_tolerance.enable --optimizer.norm_in_backward", "norm_in_backward has no effect"),
         ("--training.max_norm=0", "training.max_norm is 0.0, expected a positive number"),
         ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
+        ("--training", "training is a section, expected one of its settings: training.<name>"),
+        ("--training.dataloader.prefetch_factor=0", "prefetch_factor is 0, expected a number of 1"),
         ("--training.gc_freq=0", "training.gc_freq is 0, expected a number of 1 or more"),
         ("--training.local_batch_size=0", "training.batch_size is 0, expected a number of 1 or"),
         ("--training.global_batch_size=-2", "training.global_batch_size is -2, expected a number"),

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchopt_ext import FusedAdamW, param_groups
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.optimizers import build_for_stage, build_optimizers, clips_in_step
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 
 def job(**settings: Any) -> JobConfig:
@@ -116,6 +118,16 @@ def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
         assert lrs == {0.01, 0.005, 0.001}
     assert saved["param_groups.0.weight.lr"] == 0.005
     assert saved["param_groups.2.weight.weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("other", ["dp_shard", "tp", "pp"])
+def test_zero_needs_replicas_alone(
+    other: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = SimpleNamespace(**{"dp_shard": 1, "tp": 1, "pp": 1, other: 2})
+    monkeypatch.setattr(ParallelDims, "of", lambda *_: dims)
+    with pytest.raises(ConfigError, match=r"zero is 'greedy', which needs data_parallel_repl.* 2"):
+        build_optimizers([nn.Linear(2, 2)], job(zero="greedy"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
 from torchopt_ext.trainer.parallelize import layers_of
 from torchopt_ext.trainer.pipeline import pipeline, split_layers, stage_module, stages_of_rank
+from torchopt_ext.trainer.validate import Validator
 
 
 def split(layers: int, ranks: int, schedule: str, **settings: object) -> list[int]:
@@ -136,6 +137,14 @@ def test_schedules_have_names() -> None:
         ConfigError, match="pipeline_parallel_schedule: Unknown schedule name 'nosu"
     ):
         pipeline(nn.Linear(1, 1), without, without, config, without, without, without, without)
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_v_shaped_schedules_do_not_validate(schedule: str) -> None:
+    trainer: Any = SimpleNamespace(pp_schedule=object(), job_config=JobConfig())
+    trainer.job_config.parallelism.pipeline_parallel_schedule = schedule
+    with pytest.raises(ConfigError, match=f"schedule '{schedule}': torch evaluates no V-shaped"):
+        Validator(trainer, cast(Any, None))
 
 
 def test_layers_have_names() -> None:
