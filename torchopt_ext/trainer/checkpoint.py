@@ -27,7 +27,7 @@ from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
-from torchopt_ext.trainer.config import ConfigError, as_config_error
+from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
 from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
@@ -125,10 +125,8 @@ class CheckpointManager:
         with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not self._config.load_only and self._manager is None:
-                try:
+                with os_error_as_config_error("checkpoint.folder cannot be used"):
                     self._lock = files.recover(self.folder)
-                except OSError as error:
-                    raise ConfigError(f"checkpoint.folder cannot be used: {error}") from error
 
     # ---- saving ----------------------------------------------------------------------------------
 

@@ -30,6 +30,15 @@ def as_config_error() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+@contextmanager
+def os_error_as_config_error(what: str) -> Iterator[None]:
+    """Turns OSError into ConfigError; ``what`` names the setting and says what is impossible."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
 @dataclass
 class Job:
     config_file: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import JobConfig, os_error_as_config_error
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.distributed import choose_device
 from torchopt_ext.trainer.metric_writers import (
@@ -175,7 +175,7 @@ def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[M
         bar = config.progress_bar == "on" or (config.progress_bar == "auto" and terminal)
         colored = terminal and not config.disable_color_printing
         writers.append(ProgressBar(job_config.training.steps) if bar else Lines(colored))
-    try:
+    with os_error_as_config_error("files for [metrics] cannot be opened"):
         if config.enable_wandb:
             writers.append(WeightsAndBiases(run, job_config.to_dict()))
         if config.enable_tensorboard:
@@ -183,6 +183,4 @@ def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[M
         if config.enable_jsonl:
             name = "metrics.jsonl" if reports else f"metrics_{rank}.jsonl"
             writers.append(JsonLines(folder / name))
-    except OSError as error:
-        raise ConfigError(f"files for [metrics] cannot be opened: {error}") from error
     return writers

@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
-from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
+from torchopt_ext.trainer.config import (
+    ConfigError,
+    JobConfig,
+    as_config_error,
+    os_error_as_config_error,
+)
 from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.failures import record
 from torchopt_ext.trainer.garbage import GarbageCollection
@@ -86,18 +91,14 @@ class Trainer(Stateful):
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
         folder = Path(job_config.job.dump_folder)
-        try:
+        with os_error_as_config_error("job.dump_folder cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"job.dump_folder cannot be created: {error}") from error
         if job_config.job.save_config_file and dist.get_rank() == 0:
             file = folder / job_config.job.save_config_file
             text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
-            try:
+            with os_error_as_config_error("job.save_config_file cannot be written"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"{text}\n")
-            except OSError as error:
-                raise ConfigError(f"job.save_config_file cannot be written: {error}") from error
         self.ft_manager = ft.init_ft_manager(job_config)
         world_size = dist.get_world_size()
         self.parallel_dims = dims = ParallelDims.of(job_config.parallelism, world_size)
