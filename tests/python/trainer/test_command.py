@@ -139,6 +139,7 @@ def test_wrong_configurations_end_with_one_sentence(
         ("checkpoint.exclude_from_loading", "rgn", "exclude_from_loading has ['rgn'], expected"),
         ("experimental.custom_import", "examples.none", "there is no module 'examples.none' in"),
         ("job.config_file", "none.toml", "there is no none.toml"),
+        ("job.save_config_file", "/dev/null/x", "job.save_config_file cannot be written: [Errno"),
         (
             "job.dump_folder",
             "/dev/null/out",

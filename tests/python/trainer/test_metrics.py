@@ -17,7 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchopt_ext.trainer import metrics as metrics_module
-from torchopt_ext.trainer.config import JobConfig, Parallelism
+from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
 from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.metrics import MetricsProcessor, metrics_rank
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -183,6 +183,12 @@ def test_a_full_disk_is_logged_once_and_training_goes_on(
     processor.close()
     assert caplog.text.count("JsonLines cannot write metrics: [Errno 28] No space left") == 1
     assert "step:  4" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_opened_ends_the_job_at_its_start(job_config: JobConfig) -> None:
+    Path(job_config.job.dump_folder, "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"files for \[metrics\] cannot be opened: \[Errno 21\]"):
+        MetricsProcessor(job_config, dims())
 
 
 def test_tensorboard(job_config: JobConfig) -> None:
