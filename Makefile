@@ -22,7 +22,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --di
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
-	bench-norm-in-backward bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
+	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
 	docs lint lint-python lint-cxx format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -75,9 +75,6 @@ bench-dtensor-host: $(VENV)/.installed ## Time the step over many small DTensors
 
 bench-in-backward: $(VENV)/.installed ## Time updates inside backward
 	$(PY) benchmarks/in_backward.py --out out/bench-in-backward
-
-bench-norm-in-backward: $(VENV)/.installed ## Time the gradient norm measured inside backward
-	$(PY) benchmarks/norm_in_backward.py --out out/bench-norm-in-backward
 
 bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Trainer; TORCH=2.11.0: 0.2
 	$(PY) benchmarks/torchtitan_step.py --out out/bench-torchtitan-$(TORCH)

@@ -49,25 +49,12 @@ def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: .
 # Makes a 16-bit copy, and its version counter, what the weight's are.
 def renew_copy(copy: Tensor, weight: Tensor) -> None: ...
 
-class TensorMark:
-    """A tensor at a time, to be compared with what it is later; keeps nothing of it alive."""
+class VersionCounter:
+    """A tensor's version counter: it tells the tensor from a later one with the same id."""
 
     def __init__(self, tensor: Tensor) -> None: ...
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the same memory, and no operator has written to it since."""
-    def changes_with(self, other: TensorMark) -> bool:
-        """Whether a change of one tensor counts as one of the other, as with views of one."""
-
-def sum_gradients(
-    like: list[Tensor], gradients: list[Tensor | None] | None, accumulator: Tensor
-) -> list[TensorMark | None]:
-    """Adds the squares of the gradients that a plan reads as they are: those that have a mark.
-
-    Without `gradients`, of those that the tensors of `like` have.
-    """
-
-def gradients_fit(params: list[Tensor], marks: list[TensorMark | None]) -> bool:
-    """Whether every parameter's gradient fits its mark; that without a mark is to be None."""
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor's counter, as of all views of one tensor."""
 
 class OptimizerPlan:
     def __init__(
@@ -88,7 +75,7 @@ class OptimizerPlan:
     ) -> None: ...
     def release(self) -> None: ...
     def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
-    def accumulate(self, part: int, accumulator: Tensor, measured: Sequence[int]) -> None: ...
+    def accumulate(self, part: int, accumulator: Tensor) -> None: ...
     def traces(self) -> list[tuple[Tensor, Tensor, list[int]]]: ...
     def update(self, part_controls: Sequence[Tensor]) -> None: ...
     def step(
@@ -100,8 +87,6 @@ class OptimizerPlan:
         with_norm: bool,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        measured: Sequence[int],
-        squares: Sequence[Tensor],
     ) -> bool: ...
     @property
     def gradients_copied(self) -> int: ...

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         offload_fsdp_optimizer,
         optimizer_on_device,
     )
-    from torchopt_ext.optim.ddp import norm_hook
     from torchopt_ext.optim.groups import param_groups
     from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
@@ -36,14 +35,13 @@ cmake_prefix_path: str = _library.cmake_prefix_path
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
     "ZeroRedundancyOptimizer", "cmake_prefix_path", "containers", "cuda_built",
-    "load_fsdp_optimizer", "log_to", "mixed_precision", "norm_hook", "offload_fsdp_optimizer",
+    "load_fsdp_optimizer", "log_to", "mixed_precision", "offload_fsdp_optimizer",
     "ops", "optimizer_on_device", "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {
     "ZeroRedundancyOptimizer": "zero",
     "log_to": "optim.step_log",
-    "norm_hook": "optim.ddp",
     "param_groups": "optim.groups",
 }
 

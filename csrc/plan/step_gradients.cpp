@@ -1,6 +1,5 @@
 // A step plan's work in a step: it takes the gradients and runs the two passes.
 #include <ATen/ops/empty_like.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -133,19 +132,7 @@ void StepPlan::renew_copies() const {
   }
 }
 
-void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize,
-                          const std::vector<size_t>& measured) {
-  // Hides the gradients of the measured entries from pass A.
-  std::vector<std::pair<size_t, void*>> hidden;
-  hidden.reserve(measured.size());
-  for (const size_t i : measured) {
-    hidden.emplace_back(i, std::exchange(work_.tensors[i].memory[kGrad], nullptr));
-  }
-  const auto restoring = c10::make_scope_exit([&] {
-    for (const auto& [i, gradient] : hidden) {
-      work_.tensors[i].memory[kGrad] = gradient;
-    }
-  });
+void StepPlan::accumulate(const at::Tensor& accumulator, bool normalize) {
   passes_on(device_).sum_of_squares(work_, accumulator, normalize);
 }
 

@@ -99,9 +99,8 @@ class StepPlan {
   // Drops the gradients. Needs the GIL if they may have Python objects.
   void release();
 
-  // Runs pass A over all gradients except those of the entries in `measured`.
-  void accumulate(const at::Tensor& accumulator, bool normalize,
-                  const std::vector<size_t>& measured = {});
+  // Runs pass A.
+  void accumulate(const at::Tensor& accumulator, bool normalize);
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
 
   size_t size() const { return work_.tensors.size(); }

@@ -10,7 +10,6 @@ namespace torchopt_ext {
 const at::Tensor& tensor_at(const pybind11::list& tensors, size_t i);
 
 void add_carve(pybind11::module_& m);
-void add_gradient_sums(pybind11::module_& m);
 void add_param_lists(pybind11::module_& m);
 
 }  // namespace torchopt_ext

@@ -120,7 +120,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("renew_copy", renew_copy, py::arg("copy"), py::arg("weight"),
         py::call_guard<py::gil_scoped_release>());
   add_carve(m);
-  add_gradient_sums(m);
   add_param_lists(m);
   py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(enable_gc))
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
@@ -129,12 +128,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
       .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
-      .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"),
-           py::arg("measured"))
+      .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
-           py::arg("found_inf"), py::arg("measured"), py::arg("squares"))
+           py::arg("found_inf"))
       .def("traces", &OptimizerPlan::traces)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);
 }

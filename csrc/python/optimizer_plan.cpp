@@ -81,7 +81,8 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
   std::vector<std::vector<int64_t>> positions(part_devices.size());
-  for (const auto& [param, local, group, name, number, part, place, copied] : params) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto& [param, local, group, name, number, part, place, copied] = params[i];
     const auto& [index, first_element, run, stride] = place;
     StepPlan::Entry entry;
     entry.group = group;
@@ -94,8 +95,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     }
     const Array own = copied ? kMaster : kParam;
     objects.at(part).push_back({param, local, local_path(param, local[own]), own});
-    positions[part].push_back(static_cast<int64_t>(entry_of_.size()));
-    entry_of_.emplace_back(part, entries[part].size());
+    positions[part].push_back(static_cast<int64_t>(i));
     entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
@@ -168,26 +168,12 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
   return true;
 }
 
-std::vector<size_t> OptimizerPlan::entries_of(size_t part,
-                                              const std::vector<size_t>& positions) const {
-  std::vector<size_t> entries;
-  for (const size_t position : positions) {
-    const auto& [its_part, entry] = entry_of_.at(position);
-    if (its_part == part) {
-      entries.push_back(entry);
-    }
-  }
-  return entries;
-}
-
-void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator,
-                               const std::vector<size_t>& measured) {
+void OptimizerPlan::accumulate(size_t part, const at::Tensor& accumulator) {
   TORCH_CHECK(collected_, "gradients have not been collected");
   StepPlan& plan = parts_.at(part).plan;
   check_accumulator(accumulator, plan.device());
-  const std::vector<size_t> entries = entries_of(part, measured);
   const py::gil_scoped_release unlocked;
-  plan.accumulate(accumulator, /*normalize=*/true, entries);
+  plan.accumulate(accumulator, /*normalize=*/true);
 }
 
 void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
@@ -217,9 +203,7 @@ void OptimizerPlan::release() {
 bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
                          const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
                          const std::optional<at::Tensor>& grad_scale,
-                         const std::optional<at::Tensor>& found_inf,
-                         const std::vector<size_t>& measured,
-                         const std::vector<at::Tensor>& squares) {
+                         const std::optional<at::Tensor>& found_inf) {
   const at::NoGradGuard no_grad;
   if (!collect(param_groups, state)) {
     return false;
@@ -230,16 +214,9 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   check_accumulator(accumulator, device);
   check_control(control, device);
   passes_on(device).clear(accumulator);
-  for (const at::Tensor& sum : squares) {
-    check_accumulator(sum, device);
-  }
-  const std::vector<size_t> entries = entries_of(0, measured);
   const py::gil_scoped_release unlocked;
   if (with_norm) {
-    plan.accumulate(accumulator, /*normalize=*/false, entries);
-  }
-  for (const at::Tensor& sum : squares) {
-    accumulator.add_(sum);
+    plan.accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
   plan.update(parts_[0].hypers, control);

@@ -55,9 +55,8 @@ class OptimizerPlan {
   // or is no longer frozen.
   bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Runs pass A of one part, after collect(), over all gradients except those of the parameters at
-  // the positions `measured`, which may be of any part.
-  void accumulate(size_t part, const at::Tensor& accumulator, const std::vector<size_t>& measured);
+  // Runs pass A of one part, after collect().
+  void accumulate(size_t part, const at::Tensor& accumulator);
 
   // Runs pass B of every part with the control block of its device, then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
@@ -66,12 +65,11 @@ class OptimizerPlan {
   void release();
 
   // Makes a whole step of one part whose norm is not shared: collect(), pass A if `with_norm`,
-  // control update, pass B. Returns what collect() returns. Overwrites the accumulator. `measured`:
-  // as in accumulate(). `squares`: accumulators with the sums of the measured gradients.
+  // control update, pass B. Returns what collect() returns. Overwrites the accumulator.
   bool step(const pybind11::list& param_groups, const pybind11::dict& state,
             const at::Tensor& control, const at::Tensor& accumulator, bool with_norm,
-            const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-            const std::vector<size_t>& measured, const std::vector<at::Tensor>& squares);
+            const std::optional<at::Tensor>& grad_scale,
+            const std::optional<at::Tensor>& found_inf);
 
   int64_t gradients_copied() const;
   // Returns each part's norms and counts (work/passes.h) and the parameter position of each row.
@@ -105,7 +103,6 @@ class OptimizerPlan {
   auto release_at_end() {
     return c10::make_scope_exit([this] { release(); });
   }
-  std::vector<size_t> entries_of(size_t part, const std::vector<size_t>& positions) const;
   static void collect_unchanged(Part& part);
   static bool attach_changed(Part& part);
   void set_pending_gradients(Part& part) const;
@@ -113,7 +110,6 @@ class OptimizerPlan {
   bool collected_ = false;
   StateSnapshot snapshot_;
   std::vector<Part> parts_;
-  std::vector<std::pair<size_t, size_t>> entry_of_;  // by position: part and entry
   std::vector<Idle> idle_;
   pybind11::object local_gradients_;
 };

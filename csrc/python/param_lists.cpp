@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/operators.h"
+#include "plan/tensor_fields.h"
 #include "python/bindings.h"
 
 namespace torchopt_ext {
@@ -121,6 +122,21 @@ void increment_versions(const py::list& tensors) {
   }
 }
 
+// A tensor's version counter. It does not keep the tensor alive, and outlives it, so that a later
+// tensor with the same address has another counter.
+class VersionCounter {
+ public:
+  explicit VersionCounter(const at::Tensor& tensor)
+      : counter_(tensor.unsafeGetTensorImpl()->version_counter()) {}
+
+  bool counts(const at::Tensor& tensor) const {
+    return shares_version(counter_, tensor.unsafeGetTensorImpl()->version_counter());
+  }
+
+ private:
+  c10::VariableVersion counter_;
+};
+
 }  // namespace
 
 const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
@@ -130,6 +146,9 @@ const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
 }
 
 void add_param_lists(py::module_& m) {
+  py::class_<VersionCounter>(m, "VersionCounter")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("counts", &VersionCounter::counts, py::arg("tensor"));
   m.def("requires_grad", requires_grad, py::arg("tensors"));
   m.def("addresses", addresses, py::arg("tensors"));
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));

@@ -231,6 +231,28 @@ def failed_after_clipping() -> None:
     container.step()
 
 
+def clipped_by_torch(in_backward: bool) -> tuple[float, list[torch.Tensor]]:
+    """torch's operators on DTensors raise no version counter of the local gradients."""
+    torch.manual_seed(0)
+    module = fully_shard(nn.Sequential(nn.Linear(1024, 1024, bias=False)))
+    options = {"lr": 1e-2, "max_grad_norm": MAX_NORM}
+    container = (
+        OptimizersInBackwardContainer([module], FusedAdamW, options, backwards_per_step=None)
+        if in_backward
+        else OptimizersContainer([module], FusedAdamW, options)
+    )
+    module(torch.ones(1, 1024)).square().sum().backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+    container.step()
+    return float(container.control.grad_norm), weights(module)
+
+
+def clipped_before_step() -> None:
+    norm, found = clipped_by_torch(True)
+    assert abs(norm - 0.01) < 1e-6
+    assert difference(found, clipped_by_torch(False)[1]) == ""
+
+
 def cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {"wrapped later": wrapped_later}
     ddp, inner = DistributedDataParallel, lambda m: m.module
@@ -247,6 +269,7 @@ def cases() -> dict[str, Callable[[], None]]:
         found[f"fsdp, accumulated{name}"] = lambda k=kwargs: compared(sharded, microbatches=3, **k)
     for how in ("plain", "rows", "expert parallel", "tensor parallel", "stages"):
         found[f"deferred, {how}"] = lambda h=how: deferred(h)
+    found["fsdp, clipped by torch before step()"] = clipped_before_step
     found["deferred, rejected"] = rejected
     found["deferred, failed after clipping"] = failed_after_clipping
     return found

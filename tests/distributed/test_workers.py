@@ -34,12 +34,11 @@ def worker(
 @pytest.mark.parametrize(
     ("name", "cases", "kind"),
     [
-        worker("containers", {2: 24}),
+        worker("containers", {2: 25}),
         worker("containers_dcp", {2: 5}),
         worker("estimate", {2: 17}),
         worker("fsdp", {2: 26}),
         worker("mixed_precision", {4: 57, 2: 41, 1: 4}, NEWEST, seconds=240),
-        worker("norm_in_backward", {2: 16}),
         worker("parallelize", {2: 14}, NEWEST, kind="data parallel"),
         worker("parallelize", {2: 13}, NEWEST, SLOW, kind="two ranks"),
         worker("parallelize", {2: 1}, NEWEST, SLOW, OLD, kind="v-shaped"),

@@ -63,21 +63,6 @@ def test_updates_inside_backward_give_the_bits_of_a_step_after_it() -> None:
         assert train(model, stepped_by(after)) == train(twin, stepped_by(inside))
 
 
-def test_norms_measured_inside_backward_give_the_bits_of_pass_a() -> None:
-    model = make_model()
-    twin = copy.deepcopy(model)
-    settings = {**SETTINGS, "max_grad_norm": 0.01}
-    optimizers = [
-        FusedAdamW(model.parameters(), **settings),
-        FusedAdamW(twin.parameters(), norm_in_backward=True, **settings),
-    ]
-    found = []
-    for net, optimizer in zip((model, twin), optimizers, strict=True):
-        found.append(train(net, stepped_by(optimizer)))
-        found[-1].append(bits(optimizer.control.grad_norm))
-    assert found[0] == found[1]
-
-
 def test_schedules_and_checkpoints_of_containers() -> None:
     def make(model: nn.Module) -> tuple[OptimizersContainer, Any]:
         container = OptimizersContainer([model], FusedAdamW, {**SETTINGS, "max_grad_norm": 0.1})

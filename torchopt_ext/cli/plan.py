@@ -76,14 +76,8 @@ def parser() -> Parser:
         "for none (embedding)",
     )
     made.add_argument("--amsgrad", action="store_true", help="include the third moment")
-    norm = made.add_mutually_exclusive_group()
-    norm.add_argument(
+    made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
-    )
-    norm.add_argument(
-        "--norm-in-backward",
-        action="store_true",
-        help="backward measures the norm, as in FusedAdamW",
     )
     made.add_argument(
         "--bandwidth",
@@ -143,7 +137,6 @@ def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankB
         fp32_moments=options.fp32_moments,
         amsgrad=options.amsgrad,
         norm=not options.no_norm,
-        norm_in_backward=options.norm_in_backward,
     )
 
 

@@ -23,7 +23,7 @@ FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _OPTIONS = (
     *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
-    *("rounding_seed", "write_back_gradients", "track", "norm_in_backward"),
+    *("rounding_seed", "write_back_gradients", "track"),
 )
 """Arguments of FusedAdam and FusedAdamW that a configuration may have."""
 _SHARED_OPTIONS = ("amsgrad", "maximize")
@@ -276,15 +276,9 @@ def reject_ineffective_without_norm(options: Mapping[str, Any], *, deferred: boo
         deferred: the step clips by deferred clipping.
 
     Raises:
-        ValueError: `write_back_gradients` or `norm_in_backward` would have no effect.
+        ValueError: `write_back_gradients` would have no effect.
     """
-    clips = deferred or options.get("max_grad_norm")
-    if options.get("norm_in_backward") and not (clips or options.get("skip_nonfinite")):
-        raise ValueError(
-            "norm_in_backward has no effect where no step needs a norm: set deferred_clipping, "
-            "max_grad_norm or skip_nonfinite"
-        )
-    if options.get("write_back_gradients") and not clips:
+    if options.get("write_back_gradients") and not (deferred or options.get("max_grad_norm")):
         raise ValueError(
             "write_back_gradients has no effect where the step does not clip: set "
             "deferred_clipping or max_grad_norm"

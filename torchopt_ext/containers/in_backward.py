@@ -23,7 +23,6 @@ from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -38,9 +37,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     `torch.nn.utils.clip_grad_norm_` then sees no gradients and returns 0. Small parameters are
     stepped in batches, for which at most 2 MiB of gradients wait (:class:`.batches.Batches`).
 
-    With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. Large gradients are
-    measured on arrival, while they are in cache (:mod:`..optim.norm_in_backward`). All gradients
-    are kept. The update follows when backward ends, clipped by the exact norm.
+    With `max_grad_norm` or `skip_nonfinite` there is one optimizer per part. All gradients are
+    kept. The update follows when backward ends, clipped by the exact norm.
 
     Under DistributedDataParallel and torch.distributed's `replicate`, gradients are reduced after
     the hooks. The update therefore follows the last reduction, when backward ends. DDP's buckets
@@ -53,7 +51,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         model_parts, optimizer_cls, optimizer_kwargs, **kwargs: as in OptimizersContainer.
         backwards_per_step: how many gradients of a parameter are accumulated before its update, for
             example of microbatches. A parameter that gets fewer gradients is updated in `step()`.
-            None, only with a norm: `step()` updates with all that backward has measured. Gradient
+            None, only with a norm: `step()` updates with all gradients. Gradient
             scalers and a `process_group` of pipeline stages need None.
 
     Raises:
@@ -74,11 +72,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         backwards_per_step: int | None = 1,
         **kwargs: Any,
     ) -> None:
-        if optimizer_kwargs.get("norm_in_backward"):
-            raise ValueError(
-                "a container that steps in backward measures gradients as they come wherever a "
-                "norm is asked for: leave norm_in_backward out"
-            )
         norm_for = ("max_grad_norm", "skip_nonfinite")
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
@@ -93,12 +86,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
         self._reduced_by_ddp: bool | None = None  # None: not searched for yet
-        self._norms: list[NormInBackward] = []  # of the optimizers, if there is a norm
-        for optimizer in self.optimizers if self.measures_norm else ():
-            if isinstance(optimizer, FusedAdam):
-                optimizer.norm_in_backward = norm = NormInBackward()
-                norm.watch(params_of(optimizer))
-                self._norms.append(norm)
         handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
         for param in self._optimizer_of:
             handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -254,9 +241,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 self._optimizer_of[param].step()
                 param.grad = None
             return
-        if self._reduced_by_ddp:
-            for norm in self._norms:
-                norm.spoil()
         if self._backwards is not None:
             self._update_at_end()
 
@@ -282,8 +266,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch_swapped()
         # Otherwise another part's microbatches or step() must follow.
         if self._counts and self._is_complete():
-            for norm in self._norms:
-                norm.end_backward()  # the norm's own callback may run later
             self._update(ALONE)
 
     def _is_complete(self) -> bool:

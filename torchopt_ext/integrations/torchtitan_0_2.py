@@ -80,8 +80,6 @@ class Optimizer:
     """Also write clipped gradients back to memory."""
     track: list[str] = field(default_factory=list)
     """Values to record for each parameter: norms, lost_updates, digest."""
-    norm_in_backward: bool = False
-    """Sum the squares of gradients in backward, while they are in cache."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
     maximize: bool = False

@@ -106,7 +106,6 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         rounding_seed: int = 0
         write_back_gradients: bool = False
         track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
-        norm_in_backward: bool = False
         deferred_clipping: bool = False
         """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
 

@@ -14,7 +14,6 @@ from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.optim.norm_in_backward import MEASURED_BYTES
 from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
 from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
 from torchopt_ext.statedict.entries import MASTERS
@@ -114,7 +113,6 @@ def estimate(
     state_dtype: StateDtype | None = None,
     amsgrad: bool = False,
     norm: bool = True,
-    norm_in_backward: bool = False,
     bucket_elements: int | None = None,
     fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
 ) -> list[RankBytes]:
@@ -131,7 +129,6 @@ def estimate(
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype, amsgrad: as FusedAdamW's.
         norm: whether gradients are clipped or checked, which reads them once more.
-        norm_in_backward: as FusedAdamW's; the norm then skips gradients that backward measures.
         bucket_elements: as ZeroRedundancyOptimizer's, for "balanced" and "zero2".
         fp32_moments: as FusedAdamW's; embeddings may be on the meta device if their module exists.
 
@@ -189,10 +186,8 @@ def estimate(
             moments=sum(kinds[kind].moments * n for kind, n in share.elements.items())
             + SCALE * share.groups,
             steps=STEP * share.tensors,
-            moved=sum(kinds[kind].update * n for kind, n in share.elements.items())
-            + sum(
-                kinds[kind].norm * n
-                for kind, n in (share.small if norm_in_backward else share.elements).items()
+            moved=sum(
+                (kinds[kind].update + kinds[kind].norm) * n for kind, n in share.elements.items()
             )
             + 2 * SCALE * share.groups,
             sent=sent * (world_size - 1) // world_size,
@@ -239,7 +234,6 @@ class _Share:
     elements: Counter[_Kind] = field(default_factory=Counter)
     tensors: int = 0
     groups: int = 0  # groups of elements whose moments share scales
-    small: Counter[_Kind] = field(default_factory=Counter)  # elements not measured in backward
 
     def add(self, param: Tensor, elements: int, first: int = 0) -> None:
         """Adds ``elements`` elements of a parameter, from ``first`` on, where a group begins."""
@@ -248,8 +242,6 @@ class _Share:
         self.tensors += 1
         if kind[1]:
             self.groups += groups_before(param, first + elements) - groups_before(param, first)
-        if param.is_complex() or elements * param.dtype.itemsize < MEASURED_BYTES:
-            self.small[kind] += elements
 
 
 def _whole(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext._C import TensorMark
+from torchopt_ext._C import VersionCounter
 from torchopt_ext._torch import is_dtensor, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
@@ -26,7 +26,6 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
 from torchopt_ext.optim.local import local_tensor, params_of
-from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
@@ -90,8 +89,6 @@ class FusedAdam(HookedStep, PlannedStep):
             exact.
         rounding_seed: decides every random bit, together with step, parameter number and element.
         write_back_gradients: also writes the unscaled and clipped gradients to memory.
-        norm_in_backward: for parameters of 2 MB or more, sums the squares of gradients in backward,
-            when they are final. The step does not read them again for the norm (docs/step.md).
         track: what a step records of each parameter for :attr:`telemetry`: any of "norms" (of
             gradient and update), "lost_updates" (elements whose update rounded to nothing) and
             "digest" (64 bits that tell replicas apart); True for all.
@@ -112,10 +109,10 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    # Marks of the parameters for which fp32_moments has chosen, by id: another parameter may get
-    # the id of a freed one. torch does not swap tensors with weak references, and references would
-    # keep parameters alive that Accelerate replaces.
-    _looked_at: Mapping[int, TensorMark] = {}
+    # The version counters of the parameters for which fp32_moments has chosen, by id: another
+    # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
+    # references would keep parameters alive that Accelerate replaces.
+    _looked_at: Mapping[int, VersionCounter] = {}
 
     def __init__(
         self,
@@ -140,7 +137,6 @@ class FusedAdam(HookedStep, PlannedStep):
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
-        norm_in_backward: bool = False,
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
@@ -159,7 +155,6 @@ class FusedAdam(HookedStep, PlannedStep):
             decoupled_weight_decay=decoupled_weight_decay,
             stochastic_rounding=stochastic_rounding,
             write_back_gradients=write_back_gradients,
-            norm_in_backward=norm_in_backward,
             bias_correction=bias_correction,
         )
         expect_counts(rounding_seed=rounding_seed)
@@ -173,7 +168,6 @@ class FusedAdam(HookedStep, PlannedStep):
         )
         expect_group(process_group)
         self.process_group = process_group
-        self.norm_in_backward = NormInBackward() if norm_in_backward else None
         self._init_control()
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         own = {
@@ -200,13 +194,13 @@ class FusedAdam(HookedStep, PlannedStep):
         new = [
             (name, param)
             for name, param in param_state.named_params(self)
-            if id(param) not in known or not known[id(param)].changes_with(TensorMark(param))
+            if id(param) not in known or not known[id(param)].counts(param)
         ]
         if new or not partial:
             found = fp32_params(new, self._fp32_moments, partial=partial)
             kept = self._storage.fp32_moments.intersection(params_of(self)) | found
             self._storage = replace(self._storage, fp32_moments=kept)
-            self._looked_at = {**known, **{id(p): TensorMark(p) for _, p in new}}
+            self._looked_at = {**known, **{id(p): VersionCounter(p) for _, p in new}}
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()
@@ -259,16 +253,7 @@ class FusedAdam(HookedStep, PlannedStep):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.watch(group["params"])
         self._look_at_new_params()
-
-    @run_eagerly
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as torch's ``zero_grad`` does."""
-        super().zero_grad(set_to_none)
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.restart()
 
     @run_eagerly
     def state_dict(self) -> dict[str, Any]:
@@ -417,7 +402,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "_loaded_from_itself": self._loaded_from_itself,
             "_digests": self._seen_digests(),
             "verdict": self.verdict,
-            "norm_in_backward": self.norm_in_backward,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -428,8 +412,6 @@ class FusedAdam(HookedStep, PlannedStep):
         self._forget_plan()
         self._digests = state.get("_digests", {})
         self._mark_control()
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.watch(params_of(self))
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
@@ -486,7 +468,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "rounding_seed": options.rounding_seed,
             "write_back_gradients": options.write_back_gradients,
             "track": [name for name, bit in TRACKED.items() if options.track & bit],
-            "norm_in_backward": self.norm_in_backward is not None,
         }
         lines = "".join(f"\n{name}: {value}" for name, value in given.items() if value)
         return super().__repr__().replace(" (", f" ({lines}", 1)
@@ -534,7 +515,6 @@ class FusedAdamW(FusedAdam):
         rounding_seed: int = 0,
         write_back_gradients: bool = False,
         track: bool | Collection[str] = False,
-        norm_in_backward: bool = False,
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         bias_correction: bool = True,
     ) -> None:
@@ -546,8 +526,7 @@ class FusedAdamW(FusedAdam):
             master_weights=master_weights, state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
             write_back_gradients=write_back_gradients, track=track,
-            norm_in_backward=norm_in_backward, fp32_moments=fp32_moments,
-            bias_correction=bias_correction,
+            fp32_moments=fp32_moments, bias_correction=bias_correction,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

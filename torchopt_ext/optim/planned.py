@@ -12,7 +12,6 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import SHARDS_ELSEWHERE, NormPart, is_flattened, params_of
-from torchopt_ext.optim.norm_in_backward import NOTHING, Measured, NormInBackward
 from torchopt_ext.optim.storage import Place, Storage, param_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
@@ -26,7 +25,6 @@ class _Built(NamedTuple):
     parts: list[NormPart]
     named: list[tuple[str, Tensor]]  # name or number, and parameter
     only_device: torch.device | None  # the default device, if the plan has one part, on it
-    positions: dict[int, int]  # positions of parameters by id, if backward measures gradients
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
 
 
@@ -53,8 +51,6 @@ class PlannedStep(Controlled, Optimizer):
     # set_optimizer_state_dict takes master weights from there if a full state dict lacks them, and
     # the model's weights may differ from them.
     _loaded_from_itself: Sequence[Tensor] = ()
-    norm_in_backward: NormInBackward | None = None
-    _measured: Measured | None = None  # what backward has measured of the collected gradients
 
     @property
     def telemetry(self) -> Telemetry:
@@ -149,10 +145,8 @@ class PlannedStep(Controlled, Optimizer):
         self._begin_step(context)
         control, accumulator = self._block(device)
         grad_scale, found_inf = self._scaler_tensors(context, device)
-        known = self._known_of(built) if with_norm else NOTHING
         if built.plan.step(
-            *(self.param_groups, self.state, control, accumulator, with_norm),
-            *(grad_scale, found_inf, known.positions, known.squares.get((device, ()), ())),
+            self.param_groups, self.state, control, accumulator, with_norm, grad_scale, found_inf
         ):
             self._norm_measured = with_norm
             return True
@@ -166,37 +160,17 @@ class PlannedStep(Controlled, Optimizer):
             built = self._rebuild()
             if not built.plan.collect(self.param_groups, self.state):
                 raise RuntimeError("the parameters' gradients changed while the step was prepared")
-        self._measured = None
         return built
-
-    def _known_of(self, built: _Built) -> Measured:
-        early = self.norm_in_backward
-        return NOTHING if early is None else early.known(built.positions)
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         assert self._built is not None, "collect() comes first"
         self._expect_all_shards(self._built)
-        plan, known = self._built.plan, self._measured or self._known_of(self._built)
-        self._measured = known
-        plan.accumulate(part, accumulator, known.positions)
-        for squares in known.squares.get(self._built.parts[part], ()):
-            accumulator += squares
+        self._built.plan.accumulate(part, accumulator)
 
     def _expect_all_shards(self, built: _Built) -> None:
         """Raises ValueError if the norm would leave out other ranks' shards."""
         if built.flattened is not None and self.process_group is None:
             raise ValueError(f"parameter {built.flattened!r} {SHARDS_ELSEWHERE}")
-
-    def discard_measured(self) -> None:
-        """Discards what backward has measured, so that this step measures all gradients."""
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.spoil()
-
-    def end_step(self) -> None:
-        """Discards what backward has measured, because the step was made."""
-        self._measured = None
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.end_step(self._norm_measured)
 
     def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Updates control and runs pass B, given all squares by device (empty without a norm)."""
@@ -232,12 +206,8 @@ class PlannedStep(Controlled, Optimizer):
         plan, parts, named = param_state.build_plan(self, self._storage, self._options)
         keep_digests(plan, [self._digests.get(param) for _, param in named])
         self._digests = {}
-        positions: dict[int, int] = {}
-        if self.norm_in_backward is not None:
-            self.norm_in_backward.watch_only(params_of(self))  # some may have become trainable
-            positions = {id(param): position for position, (_, param) in enumerate(named)}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
-        self._built = _Built(plan, parts, named, device, positions, next(flattened, None))
+        self._built = _Built(plan, parts, named, device, next(flattened, None))
         return self._built

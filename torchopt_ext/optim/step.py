@@ -47,9 +47,6 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     agreement = context.agreement
     if is_captured():
         _warn_of_fixed_lr(optimizers)
-    if context.found_inf is not None and context.grad_scale is None:
-        for optimizer in optimizers:  # a scaler has unscaled, which version counters do not show
-            optimizer.discard_measured()
     _begin_use(optimizers)
     try:
         if allows_mutation():
@@ -59,8 +56,6 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
             agreement = agreement or Agreement()
             _step_together(optimizers, context, agreement)
             agreement.accepted = True
-        for optimizer in optimizers:
-            optimizer.end_step()
     except Exception:
         reject(optimizers, context, agreement or Agreement())
         raise

@@ -149,8 +149,6 @@ class Optimizer:
     """Write unscaled and clipped gradients back to memory."""
     track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
     """Values to record for each parameter."""
-    norm_in_backward: bool = False
-    """Sum the squares of gradients in backward, while they are in cache (docs/step.md)."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
     maximize: bool = False

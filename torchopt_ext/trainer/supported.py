@@ -115,11 +115,6 @@ def check_supported(job_config: JobConfig) -> None:
             f"training.max_norm is {job_config.training.max_norm}, expected a positive number, or "
             "inf to measure only"
         )
-    if job_config.fault_tolerance.enable and job_config.optimizer.norm_in_backward:
-        wrong.append(
-            "optimizer.norm_in_backward has no effect with fault_tolerance.enable: replica groups "
-            "average gradients after backward, which changes the norm"
-        )
     checkpoint, unset = job_config.checkpoint, (-1, None, False, "")
     for name in ("load_step", "initial_load_path", "create_seed_checkpoint", "export_safetensors"):
         if not checkpoint.enable_checkpoint and getattr(checkpoint, name) not in unset:

@@ -41,7 +41,7 @@ class FunctionalFusedAdam:
         checked = self.optimizer_class([torch.zeros(1)], **defaults)
         plain = self.optimizer_class([torch.zeros(1)])
         settings = operator.attrgetter("_settings", "_storage", "_options")
-        if settings(checked) != settings(plain) or checked.norm_in_backward is not None:
+        if settings(checked) != settings(plain):
             raise ValueError(
                 f"steps inside DDP's backward have no norms, skipped steps, master "
                 f"weights, state dtypes, random rounding or tracking; got {defaults}"

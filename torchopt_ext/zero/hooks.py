@@ -5,6 +5,7 @@ steps and broadcasts happen in the autograd thread, in the order of DDP's bucket
 same on every rank, but gloo's worker threads finish reductions in any order (pytorch#62300).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext._torch import graph_task
 from torchopt_ext.optim.collective import collective, wait
-from torchopt_ext.optim.ddp import Future, Hook, bucket_gradients
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+
+Future = torch.futures.Future[torch.Tensor]
+Hook = Callable[[Any, GradBucket], Future]
 
 
 def hook_with_zero_step(
@@ -163,3 +166,18 @@ def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
         return future
 
     return scattering_hook
+
+
+def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
+    """Returns a bucket's gradients with the strides of its parameters.
+
+    DDP's bucket holds a dense gradient in the parameter's own order of dimensions, but
+    ``bucket.gradients()`` assumes the contiguous order (torch/csrc/distributed/c10d/reducer.cpp and
+    comm.hpp). So it would return channels_last gradients with their elements shuffled.
+    """
+    return [
+        gradient.as_strided(param.shape, param.stride(), gradient.storage_offset())
+        if torch.ops.aten.is_non_overlapping_and_dense(param)
+        else gradient
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]

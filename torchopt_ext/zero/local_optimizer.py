@@ -23,7 +23,6 @@ from torchopt_ext.optim.local import moved, squares_of
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights
-from torchopt_ext.zero.balanced import BalancedBuckets
 
 if TYPE_CHECKING:
     from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -120,8 +119,6 @@ def sync(zero: ZeroRedundancyOptimizer) -> None:
     if isinstance(zero.optim, FusedAdam):
         index = {param: index for index, param in enumerate(zero._all_params)}
         parts = map(zero.partition.part_of, chain(*zero.partition.mine))
-        if isinstance(zero.partition, BalancedBuckets):
-            zero.partition.reducer.squares = zero.optim.norm_in_backward
         zero.optim.parameter_places = {p.tensor: (index[p.param], p.begin, 0, 0) for p in parts}
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}

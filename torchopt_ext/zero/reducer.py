@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext.optim.collective import collective, comm_device, run, wait
-from torchopt_ext.optim.norm_in_backward import NormInBackward
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
@@ -40,7 +39,6 @@ class Reducer:
         early: it starts reductions before the pass ends, on all ranks.
         stepped: a step has used the current gradients.
         wrong: an error message about a gradient, which :meth:`finish` raises.
-        squares: measures reduced gradients, if the local optimizer has ``norm_in_backward``.
     """
 
     def __init__(self, ranks: Ranks, buckets: list[Bucket], hooks: bool) -> None:
@@ -55,7 +53,6 @@ class Reducer:
         self.early = False
         self.stepped = False
         self.wrong: str | None = None
-        self.squares: NormInBackward | None = None
         # Buckets, their collectives and the tensors that these fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
         self._present: set[Tensor] = set()
@@ -68,7 +65,6 @@ class Reducer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
         copied.active, copied.stepped = self.active, self.stepped
-        copied.squares = copy.deepcopy(self.squares, memo)
         copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
         copied._present = copy.deepcopy(self._present, memo)
         copied.hook_trainable()
@@ -212,9 +208,6 @@ class Reducer:
             total.div_(self.ranks.size)
         total = total.to(received.dtype)
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
-        if (squares := self.squares) is not None:
-            last = [part for part in bucket.parts if squares.is_last(part.tensor)]
-            squares.measure([(p.tensor, self._gradient_of(bucket, p)) for p in last])
 
     def _gradient_of(self, bucket: Bucket, part: Part) -> Tensor:
         """Returns a part's view of the bucket's reduced gradient."""
@@ -253,9 +246,7 @@ class Reducer:
             for part in bucket.parts:
                 part.tensor.grad = None
                 if bucket.grad is not None and part.param in self._present:
-                    part.tensor.grad = gradient = self._gradient_of(bucket, part)
-                    if self.squares is not None:
-                        self.squares.mark(part.tensor, gradient)
+                    part.tensor.grad = self._gradient_of(bucket, part)
 
     def _used_on_any_rank(self) -> set[Tensor]:
         """Returns parameters that any rank used since zero_grad; empty if this rank used all.
@@ -282,8 +273,6 @@ class Reducer:
         """Drops the reduced gradients, or sets them to zero."""
         self.settle()
         self.stepped, self.wrong = False, None
-        if self.squares is not None:
-            self.squares.restart()
         for bucket in self.buckets:
             if set_to_none:
                 bucket.grad = None

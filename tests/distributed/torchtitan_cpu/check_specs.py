@@ -106,7 +106,6 @@ OPTIONS = {
     "track": ["norms", "digest"],
     "amsgrad": True,
     "maximize": True,
-    "norm_in_backward": True,
 }
 
 
@@ -168,7 +167,6 @@ def check_an_option_without_effect() -> None:
         ("--optimizer.deferred_clipping", "--optimizer.implementation=foreach"): "needs",
         ("--optimizer.rounding_seed=1",): "rounding_seed has no effect",
         ("--optimizer.write_back_gradients",): "write_back_gradients has no effect",
-        ("--optimizer.norm_in_backward",): "norm_in_backward has no effect",
         ("--optimizer.backwards_per_step=2",): "backwards_per_step has no effect",
         ("--optimizer.compat=torchtitan",): "compat of the optimizer section has no effect",
     }.items():

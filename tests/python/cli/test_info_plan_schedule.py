@@ -208,7 +208,6 @@ BF16 = torch.bfloat16
         ("--state-dtype int8", {"state_dtype": "int8"}),
         ("--amsgrad", {"amsgrad": True}),
         ("--no-norm", {"norm": False}),
-        ("--norm-in-backward", {"norm_in_backward": True}),
     ],
 )
 def test_plan_estimates_what_its_options_say(
@@ -343,7 +342,6 @@ def test_plan_rejects(fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),
         (["--shapes", "2x2", "--fp32-moments", ""], "--fp32-moments needs --state-dtype int8"),
-        (["--shapes", "2x2", "--no-norm", "--norm-in-backward"], "not allowed with"),
         (["--shapes", "2x2", "--plot", "gone/x.png"], "cannot write"),
     ):
         assert problem in fails("plan", *args)

@@ -18,7 +18,6 @@ from torchopt_ext.containers import (
     OptimizersInBackwardContainer,
     batches,
 )
-from torchopt_ext.optim import norm_in_backward
 from torchopt_ext.optim.planned import PlannedStep
 
 
@@ -227,19 +226,6 @@ def test_a_batch_without_gradients_is_left_alone(parts, built, assert_same):
         optimizer.step()
     assert_same(parts, copies)
     assert all(param.grad is None for param in parameters(parts))
-
-
-def test_one_measurement_of_neighbours(parts, built, monkeypatch):
-    measured, add = [], norm_in_backward.sum_gradients
-    monkeypatch.setattr(norm_in_backward, "MEASURED_BYTES", 0)
-    monkeypatch.setitem(norm_in_backward.CACHED_BYTES, "cpu", 250)
-    monkeypatch.setattr(
-        norm_in_backward,
-        "sum_gradients",
-        lambda params, *more: measured.append(len(params)) or add(params, *more),
-    )
-    train(built(parts, {"max_grad_norm": 0.25}), parts, [0])
-    assert len(measured) == 2 and sum(measured) == 12
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "at random"])

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, log_to, param_groups
 from torchopt_ext.containers import OptimizersInBackwardContainer
-from torchopt_ext.optim.ddp import norm_hook
 
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
@@ -495,7 +494,7 @@ def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
     """The wrapper passes isinstance checks, but what is set on it does not reach the optimizer."""
     module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
     model = new_model()
-    optimizer = FusedAdamW(model.parameters(), norm_in_backward=True)
+    optimizer = FusedAdamW(model.parameters())
     _, wrapper = module.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
     scaler = GradScaler("cpu")
     scaler.scale(model(*batches()[0])["loss"]).backward()
@@ -503,7 +502,6 @@ def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
         scaler.step(wrapper)
     with pytest.raises(TypeError, match="the FabricFusedAdamW is a framework's wrapper"):
         FSDPadaptOptimizer(wrapper)
-    norm_hook(wrapper)
 
 
 # ---- peft and torchao ---------------------------------------------------------------------------

@@ -482,7 +482,6 @@ REJECTED = {
         {"implementation": "foreach"},
     ),
     "write back unclipped": (ValueError, "not clip", [], {"write_back_gradients": True}),
-    "norm of nothing": (ValueError, "norm_in_backward.* no effect", [], {"norm_in_backward": True}),
     "seed of nothing": (ValueError, "rounding_seed", [], {"rounding_seed": 3}),
     "seed of nothing by name": (
         ValueError,

@@ -99,7 +99,6 @@ def test_refused_gradients() -> None:
         ({"track": 1}, "track is 1, expected a bool or some of"),
         ({"stochastic_rounding": "no"}, "stochastic_rounding is 'no', expected a bool"),
         ({"write_back_gradients": None}, "write_back_gradients is None"),
-        ({"norm_in_backward": "false"}, "norm_in_backward is 'false'"),
         ({"process_group": "dp"}, "process_group is 'dp', expected a torch.distributed"),
     ],
 )

@@ -366,7 +366,6 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         ("--comm.mode=fake_backend", "comm.mode is 'fake_backend'"),
         ("--checkpoint.last_save_in_hf", "export_safetensors"),
         ("--activation_checkpoint.mode=memory_budget", "mode is 'memory_budget'"),
-        ("--fault_tolerance.enable --optimizer.norm_in_backward", "norm_in_backward has no effect"),
         ("--training.max_norm=0", "training.max_norm is 0.0, expected a positive number"),
         ("--training.max_norm=nan", "training.max_norm is nan, expected a positive number"),
         ("--training", "training is a section, expected one of its settings: training.<name>"),
