@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_cases import full_tensor, run_cases
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
@@ -213,17 +214,94 @@ def wrong_scales() -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+# Shapes and the dimension that tensor parallelism cuts: inside groups, unevenly, experts, and
+# between groups, where moments stay codes.
+CUTS = [((6, 192), 1), ((5, 201), 1), ((4, 6, 50), 1), ((3, 7, 128), 2), ((70, 200), 0)]
+CUTS += [((4, 256), 1)]
+MAKERS: dict[str, Callable[..., Any]] = {
+    "optimizer": lambda model, **options: FusedAdamW(model.named_parameters(), **options),
+    "container": lambda model, **options: OptimizersContainer([model], FusedAdamW, options),
+}
+
+
+class Rows(Run):
+    """Parameters that tensor parallelism cuts, by default in one process."""
+
+    def __init__(self, kind: str, sharded: bool = False, fp32_moments: Any = ()) -> None:
+        self.model, mesh = nn.ParameterList(), init_device_mesh("cpu", (2,))
+        for seed, (shape, dimension) in enumerate(CUTS):
+            value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            if sharded:
+                value = distribute_tensor(value, mesh, [Shard(dimension)], src_data_rank=None)
+            self.model.append(nn.Parameter(value))
+        options = {"state_dtype": "int8", "fp32_moments": fp32_moments, "lr": 1e-2}
+        self.optimizer = MAKERS[kind](self.model, **options)
+
+    def values(self) -> dict[str, Any]:
+        states = enumerate(map(self.optimizer.state.__getitem__, self.model))
+        found = {f"{number}.{k}": v for number, state in states for k, v in state.items()}
+        found |= dict(self.model.named_parameters())
+        return {k: full_tensor(v) for k, v in found.items()}
+
+
+def columns(kind: str) -> None:
+    """Where a rank's rows begin or end inside a group, codes load as float moments, and a
+    checkpoint of these loads in one process as codes."""
+    whole, cut = Rows(kind), Rows(kind, True)
+    floats, again = Rows(kind, fp32_moments=["^[0-3]$"]), Rows(kind)
+    whole.step(1)
+    path = folder / f"columns {kind}"
+    dcp.save({"optim": whole.optimizer}, checkpoint_id=path / "whole")  # of replicas, one is saved
+    load({"optim": cut.optimizer}, checkpoint_id=path / "whole")
+    floats.optimizer.load_state_dict(whole.optimizer.state_dict())
+    for run in (cut, floats):
+        run.step(2)
+    assert_same(cut, floats)
+    dcp.save({"optim": cut.optimizer}, checkpoint_id=path / "cut")
+    load({"optim": again.optimizer}, checkpoint_id=path / "cut")
+    whole.optimizer.load_state_dict(floats.optimizer.state_dict())
+    for run in (again, whole):
+        run.model.load_state_dict(floats.model.state_dict())
+        run.step(3)
+    assert_same(again, whole)
+
+
+def channels_last() -> None:
+    """ZeRO loads codes of contiguous rows as float moments if memory has other rows."""
+    plain = nn.Conv2d(8, 20, 3)
+    params = [*plain.parameters()]
+    source = FusedAdamW(params, state_dtype="int8")
+    for param in params:
+        param.grad = torch.rand(param.shape, generator=torch.Generator().manual_seed(7))
+    source.step()
+    dcp.save({"optim": source}, checkpoint_id=folder / "channels")
+    expected = FusedAdamW(params, state_dtype=torch.float32)
+    expected.load_state_dict(source.state_dict())
+    model = nn.Conv2d(8, 20, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for partition in ("greedy", "balanced"):
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), FusedAdamW, partition=partition, state_dtype="int8"
+        )
+        load({"optim": zero}, checkpoint_id=folder / "channels")
+        zero.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            found, wanted = zero.state_dict()["state"][0], expected.state[params[0]]
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), partition
+
+
 def cases() -> dict[str, Callable[[], None]]:
     if dist.get_world_size() == 2:
         pairs = [*product(KINDS, WAYS), *product(WEIGHTS, ("balanced",))]
-        return {f"{way} {kind}": partial(save, kind, way) for kind, way in pairs}
+        made = {f"{way} {kind}": partial(save, kind, way) for kind, way in pairs}
+        made |= {f"columns {kind}": partial(columns, kind) for kind in MAKERS}
+        return made | {"channels_last": channels_last}
     kinds = [(kind, kind) for kind in KINDS]
     moves = [("FSDP2", "FSDP2"), ("greedy", "greedy"), ("balanced", "balanced")]
     other = [("greedy", "balanced"), ("balanced", "greedy")]
     pairs = [*product(kinds, moves + other)]
     for kind in ("fp32", "every matrix"):
         pairs += product([(kind, "nearest"), ("nearest", kind)], [moves[0], *other])
-    made: dict[str, Callable[[], None]] = {
+    made = {
         f"{s_way} {s} as {way} {k}": partial(resume, s, k, s_way, way)
         for (s, k), (s_way, way) in pairs
     }

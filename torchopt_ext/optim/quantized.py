@@ -17,6 +17,8 @@ SCALE = "_scale_v2"
 """The end of scales' names, after the moment's name. The number is the version of the format."""
 SCALES = {name + SCALE: name for name in CODES}
 """Entries of a parameter's state that hold float32 scales, and the moments they belong to."""
+CONVERT = "; `python -m torchopt_ext convert` makes float moments of them"
+"""The end of messages about 8-bit moments in a checkpoint that cannot be loaded."""
 
 _HELD = (torch.bfloat16, torch.float16, torch.float32)
 _KEEPS_FLOATS = "torchopt_ext_keeps_float_moments"

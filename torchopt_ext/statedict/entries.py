@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import inner_tensors, local_tensor, placed, same_placement
-from torchopt_ext.optim.quantized import SCALES
+from torchopt_ext.optim.quantized import CONVERT, SCALES
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -103,7 +103,7 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
             class do not.
     """
     if name in SCALES:
-        return "belongs to 8-bit moments, which this optimizer cannot read"
+        return f"belongs to 8-bit moments, which this optimizer cannot read{CONVERT}"
     if required_of(optimizer_class) is not None:
         if name == "step":
             return step_problem(value)

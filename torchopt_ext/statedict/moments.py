@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext._torch import is_dtensor, local_shape_and_offset
+from torchopt_ext.optim.local import as_placed, local_tensor, placed
 from torchopt_ext.optim.quantized import (
     CODES,
+    CONVERT,
     GROUP,
     SCALES,
     can_quantize,
@@ -44,19 +45,15 @@ def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str
     for name in (*CODES, *SCALES):
         if name not in entry:
             yield name, "is missing beside 8-bit moments"
-        elif not _can_decode(param):
-            yield name, "belongs to 8-bit moments, which the parameter cannot have here"
+        elif param.is_complex() or param.dim() < 2:
+            yield name, f"belongs to 8-bit moments, which the parameter cannot have here{CONVERT}"
         elif found := problem(name, entry[name], param):
             yield name, found
-
-
-def _can_decode(param: Tensor) -> bool:
-    """Returns whether codes of a parameter can be read, if only to make float moments of them.
-
-    Other DTensors are excluded: a shard may hold parts of rows, but scales belong to whole rows.
-    """
-    plain = not is_dtensor(param) and not param.is_complex()
-    return can_quantize(param) or (plain and param.dim() >= 2)
+        elif name in SCALES and is_dtensor(entry[name]) and not can_quantize(param):
+            yield (
+                name,
+                f"is {placed(entry[name])}, expected the whole tensor on every rank{CONVERT}",
+            )
 
 
 def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Mapping[str, Any]:
@@ -71,9 +68,22 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
             fitted[scale] = scales_like(param)
             local_tensor(fitted[scale]).copy_(scales)
         else:
-            moment = dequantize(name, local_tensor(entry[name]), local_tensor(entry[scale]))
+            moment = dequantize(name, local_tensor(entry[name]), *_scales(entry[scale], param))
             fitted[name] = as_placed(moment, param)
     return fitted
+
+
+def _scales(scales: Any, param: Any) -> tuple[Tensor, Tensor]:
+    """Returns the scales of this rank's rows, and the group of each element of its rows."""
+    shard = param
+    if is_dtensor(param) and is_dtensor(scales):  # cut between groups: as of a smaller parameter
+        shard, scales = local_tensor(param), local_tensor(scales)
+    groups = torch.arange(math.prod(shard.shape[1:])).view(shard.shape[1:]) // GROUP
+    if is_dtensor(shard):  # the scales are whole, and the shard may begin and end inside a group
+        sizes, offset = local_shape_and_offset(shard)
+        rows, *box = (slice(first, first + n) for first, n in zip(offset, sizes, strict=True))
+        scales, groups = scales[rows], groups[tuple(box)]
+    return scales, groups.flatten()
 
 
 def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,21 +105,24 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def dequantize(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns the float32 moment that codes and scales stand for, exactly as a step reads it."""
+def dequantize(name: str, codes: Tensor, scales: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Returns the float32 moment that codes and scales stand for, exactly as a step reads it.
+
+    ``groups`` are the columns of the scales for the elements of a row; by default it is whole.
+    """
     moment = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     by_row = moment.flatten(1)
+    groups = torch.arange(by_row.shape[1]) // GROUP if groups is None else groups
     for own in _blocks(codes):
-        code = _grouped(codes[own].reshape(-1, by_row.shape[1]).float())
-        scale = scales[own].unsqueeze(-1)
-        value = code * scale if name == "exp_avg" else ((code + 1) * scale).square()
-        by_row[own] = value.flatten(1)[:, : by_row.shape[1]]
+        code = codes[own].reshape(-1, by_row.shape[1]).float()
+        scale = scales[own][:, groups.to(scales.device)].to(codes.device)
+        by_row[own] = code * scale if name == "exp_avg" else ((code + 1) * scale).square()
     return moment
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
     """Yields slices of rows that are converted together."""
-    step = max(1, _ELEMENTS // math.prod(tensor.shape[1:]))
+    step = max(1, _ELEMENTS // max(1, math.prod(tensor.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 

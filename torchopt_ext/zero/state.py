@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.hooks import run_hooks
-from torchopt_ext.optim.quantized import can_quantize
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.quantized import CODES, can_quantize
+from torchopt_ext.optim.storage import REMAINDER8, Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import (
@@ -149,7 +149,8 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         if isinstance(zero.optim, FusedAdam):
             loaded.slots = [*map(dequantized, loaded.slots)]
         raise_problems(loaded.problems(zero.optim, parts=True))
-        slot_of = {slot.param: _decoded(slot) for slot in loaded.slots}
+        owned = {part.param for part in parts}
+        slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}
         slots = []
         for part in parts:
             slot = slot_of[part.param]
@@ -279,7 +280,9 @@ def buffers(zero: ZeroRedundancyOptimizer, ids: list[str]) -> dcp.Buffers:
         if param is None or path[-1] == "step" or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)
         own = [part.of_entry(path[-1]) for part in parts[param]]
-        if like.shape != own[0].param.shape:
+        # Codes that the parameter cannot hold are read whole, to be decoded.
+        whole = like.dtype in CODES.values() and path[-1] != REMAINDER8 and not can_quantize(param)
+        if whole or like.shape != own[0].param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return joined(
             [(p, torch.empty_like(p.tensor, dtype=like.dtype, device=param.device)) for p in own]

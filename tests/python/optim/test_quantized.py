@@ -524,5 +524,6 @@ def test_complex_parameters_take_no_codes() -> None:
     (p,) = params(torch.float32, (3, 70))
     saved = stepped([p], [[gradients(3, 70)]]).state_dict()
     optimizer = FusedAdamW([nn.Parameter(torch.ones(3, 70, dtype=torch.complex64))])
-    with pytest.raises(ValueError, match="which the parameter cannot have here"):
+    match = "which the parameter cannot have here; `python -m torchopt_ext convert`"
+    with pytest.raises(ValueError, match=match):
         optimizer.load_state_dict(saved)
