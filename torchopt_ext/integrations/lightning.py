@@ -20,9 +20,8 @@ class FusedStep:
 
     ``Trainer(gradient_clip_val=...)`` becomes the step's threshold. 0 only measures the norm; if
     it is not set, the optimizer's own ``max_grad_norm`` stays. Schedules of interval "step" wait if
-    a step was skipped. Read the last step's decision from ``trainer.optimizers[0].control``:
-    ``self.optimizers()`` returns a wrapper without the optimizer's state. For other packages'
-    optimizers nothing changes.
+    a step was skipped. ``trainer.optimizers[0].control`` is the last step's decision. For other
+    packages' optimizers nothing changes.
     """
 
     trainer: Any

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext.optim.hooks import HookedStep, inner_step, is_left_out, run_hooks
-
-
-def _forward_to_optim(name: str) -> Any:
-    """Returns a property that reads and sets an attribute of ``optim``."""
-    return property(
-        attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value)
-    )
+from torchopt_ext.optim.hooks import HookedStep, forwarded, inner_step, is_left_out, run_hooks
 
 
 class BaseOptimizer(HookedStep, Optimizer):
@@ -41,9 +33,9 @@ class BaseOptimizer(HookedStep, Optimizer):
         super().__setstate__({})  # creates tables of hooks, but no param groups
 
     # torch's Optimizer reads and sets these attributes.
-    param_groups = _forward_to_optim("param_groups")
-    state = _forward_to_optim("state")
-    defaults = _forward_to_optim("defaults")
+    param_groups = forwarded("optim", "param_groups")
+    state = forwarded("optim", "state")
+    defaults = forwarded("optim", "defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)

@@ -99,8 +99,6 @@ class FusedAdam(HookedStep, PlannedStep):
             without a match or a tensor that is no parameter, and there is no ``process_group``.
     """
 
-    # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling gradients.
-    _step_supports_amp_scaling = True
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
     checks_overflow_in_step = True
     writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
@@ -205,6 +203,9 @@ class FusedAdam(HookedStep, PlannedStep):
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()
         super()._init_states(wanted)
+
+    def _unscales(self) -> bool:
+        return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one optimization step; ``closure`` evaluates the model and returns the loss.

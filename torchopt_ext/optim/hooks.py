@@ -5,6 +5,8 @@ that takes part fires its own hooks once, even if a subclass's ``step`` calls ``
 """
 
 import functools
+import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +57,49 @@ class HookedStep:
     _context = IDLE
     _given: StepContext | None = None  # for the next step
     profile_hook_step = staticmethod(hooked_step)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets a class that imitates an optimizer's class hand our attributes on.
+
+        Lightning and Fabric put a wrapper's class before the optimizer's (lightning/fabric/
+        wrappers.py). Our methods would find some attributes there, and some in the optimizer.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        first = next(i for i in range(1, len(order)) if issubclass(order[i], HookedStep))
+        wrapper: dict[str, Any] = {}
+        for base in reversed(order[1:first]):
+            wrapper |= vars(base)
+        if "__getattr__" not in wrapper or not isinstance(wrapper.get("optimizer"), property):
+            return
+        ours = [base for base in order[first:] if base.__module__.startswith("torchopt_ext.")]
+        for name in {name for base in ours for name in vars(base)} - vars(cls).keys():
+            if name not in wrapper and not name.startswith("__"):
+                setattr(cls, name, forwarded("optimizer", name))
+        cls._step_supports_amp_scaling = False  # type: ignore[assignment, method-assign]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves unscaling to ``step``, and sets the scale here.
+
+        False if a wrapper's ``__getattr__`` asks, because the wrapper would then get the scale, and
+        if ``step`` was replaced, for example by Accelerate to see whether the scaler calls it.
+        """
+        asked_by = sys._getframe(1).f_code.co_name
+        direct = asked_by not in ("__getattr__", "__getattribute__")
+        return direct and not is_patched(self) and self._unscales()
+
+    def _unscales(self) -> bool:
+        """Whether ``step`` unscales gradients by what torch.amp.GradScaler sets."""
+        return False
+
+
+def forwarded(to: str, name: str) -> Any:
+    """Returns a property that reads and sets the attribute ``name`` of the attribute ``to``."""
+    return property(
+        operator.attrgetter(f"{to}.{name}"),
+        lambda self, value: setattr(getattr(self, to), name, value),
+    )
 
 
 def step_in(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:

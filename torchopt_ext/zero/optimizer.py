@@ -378,8 +378,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     # ---- gradient scalers and clipping ------------------------------------------------------
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _unscales(self) -> bool:
         """Whether the local step unscales. torch.amp.GradScaler asks, then reads all gradients.
 
         Raises:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, log_to, param_groups
-from torchopt_ext.containers import OptimizersInBackwardContainer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
@@ -170,6 +170,21 @@ def test_accelerate_with_a_scaler(accelerator: Any) -> None:
     equal(found, by_hand(0.3, SKIPPED, scaler))
     assert type(accelerator.scaler) is GradScaler
     assert accelerator.scaler.get_scale() == scaler.get_scale() != 4.0
+
+
+def test_stock_accelerate_knows_the_steps_that_its_scaler_skips() -> None:
+    """Its wrapper replaces ``step`` and looks whether the scaler calls it."""
+    stock = pytest.importorskip("accelerate", reason=WITHOUT).Accelerator(cpu=True)
+    stock.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, prepared = stock.prepare(model := new_model(), new_optimizer(model))
+    skipped = []
+    for batch in batches(SKIPPED):
+        prepared.zero_grad()
+        stock.backward(model(*batch)["loss"])
+        prepared.step()
+        skipped.append(prepared.step_was_skipped)
+    stock.free_memory()
+    assert skipped == [step == SKIPPED for step in range(STEPS)]
 
 
 def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator: Any) -> None:
@@ -502,6 +517,87 @@ def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
         scaler.step(wrapper)
     with pytest.raises(TypeError, match="the FabricFusedAdamW is a framework's wrapper"):
         FSDPadaptOptimizer(wrapper)
+
+
+class Proxy:
+    """A wrapper as programs write it, which hands on what it lacks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def fabrics(optimizer: torch.optim.Optimizer) -> Any:
+    module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
+    return module.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
+
+
+def lightnings(optimizer: torch.optim.Optimizer) -> Any:
+    module = pytest.importorskip("lightning.pytorch.core.optimizer", reason=WITHOUT)
+    wrapper = module.LightningOptimizer(optimizer)
+    wrapper.__dict__["step"] = optimizer.step  # without a strategy, which a Trainer sets
+    return wrapper
+
+
+OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=0.1, max_grad_norm=0.3),
+    "container": lambda model: OptimizersContainer(
+        [*model.layers],
+        FusedAdamW,
+        {"lr": 0.1, "max_grad_norm": 0.3},
+    ),
+    "FSDPadaptOptimizer": lambda model: FSDPadaptOptimizer(
+        FusedAdamW(model.parameters(), lr=0.1), clip_grad_norm=0.3
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [Proxy, fabrics, lightnings])
+@pytest.mark.parametrize("kind", OURS)
+def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(
+    wrap: Callable[[Any], Any], kind: str
+) -> None:
+    """The overflow is skipped, and the clipped gradients are unscaled."""
+    model, reference = new_model(), new_model()
+    optimizer, theirs = OURS[kind](model), torch.optim.AdamW(reference.parameters(), lr=0.1)
+    wrapper = wrap(optimizer)
+    scaler, expected = (torch.amp.GradScaler("cpu", init_scale=2.0**16) for _ in range(2))
+    for batch in batches(SKIPPED):
+        for own, its in ((model, scaler), (reference, expected)):
+            own.zero_grad()
+            its.scale(own(*batch)["loss"]).backward()
+        scaler.step(wrapper)
+        expected.unscale_(theirs)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+        expected.step(theirs)
+        scaler.update()
+        expected.update()
+        assert scaler.get_scale() == expected.get_scale()
+        torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
+
+
+@pytest.mark.parametrize("wrap", [fabrics, lightnings])
+def test_what_is_set_on_an_imitating_wrapper_reaches_the_optimizer(
+    wrap: Callable[[Any], Any],
+) -> None:
+    model, same = new_model(), new_model()
+    wrapper = wrap(FusedAdamW(model.parameters(), lr=0.1, track=["norms"]))
+    direct = FusedAdamW(same.parameters(), lr=0.1, track=["norms"])
+    for own in (wrapper, direct):
+        own.set_schedule(warmup_steps=2, stable_steps=1, decay_steps=2)
+        own.set_loss_scale(4.0)
+        own.max_grad_norm = 0.3
+    for batch in batches(SKIPPED):
+        for own, net in ((wrapper, model), (direct, same)):
+            net.zero_grad()
+            (net(*batch)["loss"] * own.control.loss_scale).backward()
+            own.step()
+    torch.testing.assert_close([*model.parameters()], [*same.parameters()], rtol=0, atol=0)
+    assert wrapper.control.skipped_steps == 1
+    assert wrapper.telemetry.grad_norms.equal(direct.telemetry.grad_norms)
+    assert wrapper.optimizer.state_dict()["state"][0]["torchopt_ext.control"]["steps"] == STEPS
 
 
 # ---- peft and torchao ---------------------------------------------------------------------------
