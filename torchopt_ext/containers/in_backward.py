@@ -17,7 +17,7 @@ from torchopt_ext._torch import (
     mark_step_for_schedulers,
 )
 from torchopt_ext.containers.batches import make_batches
-from torchopt_ext.containers.optimizers import OptimizersContainer, T, jointly_decided
+from torchopt_ext.containers.optimizers import OptimizersContainer, T, evaluate, jointly_decided
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
@@ -137,17 +137,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 "backwards_per_step=None, and step() does it"
             )
 
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Fires the step hooks, and updates what backward has not updated (`backwards_per_step`).
 
-        Raises:
-            ValueError: a closure is given. Its backward would make the update itself.
+        Runs a closure first, whose backward makes the update, and returns its loss.
         """
-        if callable(kwargs.get("closure", args[0] if args else None)):
-            raise ValueError(
-                "a closure is not supported: backward makes the update, before step() is called; "
-                "compute loss and gradients first, then call step()"
-            )
+        closure = kwargs.get("closure", args[0] if args else None)
+        loss = evaluate(closure if callable(closure) else None)
         self._watch_swapped()
         if (
             self._backwards is None  # other ranks may have gradients
@@ -159,6 +155,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             self._noted = True
             for optimizer in self.optimizers:
                 mark_step_for_schedulers(optimizer)
+        return loss
 
     def _set_max_grad_norm(self, value: float | None) -> None:
         if value and not self.measures_norm:
@@ -181,8 +178,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         if self._built:
             _reject_group(param_group)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _unscales(self) -> bool:
         """Whether `step()` updates. In backward, a scaler has not given its scale yet."""
         return self._backwards is None
 

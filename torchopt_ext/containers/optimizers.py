@@ -122,8 +122,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps every inner optimizer with these arguments.
 
-        With one optimizer a closure is accepted, and its loss is returned. With several optimizers
-        it raises ValueError, because each optimizer would run it.
+        Returns a closure's loss. With several optimizers, the closure runs once, before them.
 
         The container's step hooks fire first, then each inner optimizer's. Global step hooks fire
         once, with the container.
@@ -139,26 +138,21 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         if len(self.optimizers) == 1:
             return inner_step(self.optimizers[0], context, *args, **kwargs)
-        if kwargs.get("closure", args[0] if args else None) is not None:
-            raise ValueError(
-                f"a closure is not supported with {len(self.optimizers)} optimizers, since each "
-                "would run it: compute loss and gradients first, then call step()"
-            )
         fused = jointly_decided(self.optimizers, context)
-        if fused and (args or kwargs):
-            inspect.signature(fused[0].step).bind(*args, **kwargs)  # raises as a call would
-        elif not fused and not args and not kwargs:
+        closure, args = kwargs.pop("closure", args[0] if args else None), args[1:]
+        for optimizer in self.optimizers if closure or args or kwargs else ():
+            inspect.signature(optimizer.step).bind(*args, **kwargs)  # raises as a call would
+        loss = evaluate(closure)
+        if not fused and not args and not kwargs:
             fused = _alike(self.optimizers)
         if fused:
             _step_jointly(fused, context)
         else:
             for optimizer in self.optimizers:
                 inner_step(optimizer, context, *args, **kwargs)
-        return None
+        return loss
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler may leave the unscaling to the inner optimizers' steps."""
+    def _unscales(self) -> bool:
         return all(getattr(opt, "_step_supports_amp_scaling", False) for opt in self.optimizers)
 
     @property
@@ -434,6 +428,12 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     if not isinstance(chosen, frozenset):
         return arguments
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Runs the closure of a step, if there is one; returns its loss."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
 
 
 def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:

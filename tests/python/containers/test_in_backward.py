@@ -461,12 +461,6 @@ def test_when_to_update_that_cannot_be(parts, kwargs, backwards, message):
         OptimizersInBackwardContainer(parts, FusedAdamW, kwargs, backwards_per_step=backwards)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((float,), {}), ((), {"closure": float})])
-def test_a_closure_is_refused(choice, parts, args, kwargs):
-    with pytest.raises(ValueError, match="backward makes the update, before step"):
-        in_backward(choice, parts).step(*args, **kwargs)
-
-
 def test_a_refused_container_leaves_no_hook_behind(parts, assert_same):
     with pytest.raises(ValueError, match="weight_decay"):
         OptimizersInBackwardContainer(parts, torch.optim.AdamW, {"weight_decay": -1.0})

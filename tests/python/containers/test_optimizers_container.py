@@ -173,15 +173,44 @@ def test_a_closure_runs_once_with_one_optimizer_and_its_loss_is_returned(choice,
     assert not torch.equal(before["layers.0.0.weight"], model.layers["0"][0].weight)
 
 
+@pytest.mark.parametrize("kind", [OptimizersContainer, OptimizersInBackwardContainer])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(FusedAdamW, {}), (FusedAdamW, {"max_grad_norm": 0.1}), (torch.optim.AdamW, {})],
+)
 @pytest.mark.parametrize("as_keyword", [False, True])
-def test_a_closure_is_refused_with_several_optimizers(choice, parts, as_keyword, assert_same):
-    container = choice.container(parts)
-    before = copy.deepcopy(parts[0])
-    with pytest.raises(ValueError, match="closure is not supported with 2 optimizers"):
-        container.step(closure=lambda: 0) if as_keyword else container.step(lambda: 0)
-    assert_same(parts[0], before)
+def test_a_closure_runs_once_with_several_optimizers(
+    parts, kind, cls, options, as_keyword, assert_same
+):
+    """As a loop that computes gradients first; Lightning always passes a closure."""
+    other = copy.deepcopy(parts)
+    container, expected = (kind(own, cls, {"lr": 0.1, **options}) for own in (parts, other))
+    calls = []
+
+    def loss_of(own, optimizers):
+        optimizers.zero_grad()
+        loss = sum(part(torch.ones(3, 5)).square().sum() for part in own)
+        loss.backward()
+        return loss
+
+    def closure():
+        calls.append(1)
+        return loss_of(parts, container)
+
+    for _ in range(3):
+        loss = container.step(closure=closure) if as_keyword else container.step(closure)
+        assert loss == loss_of(other, expected)
+        expected.step()
+    assert len(calls) == 3
+    assert_same(parts, other)
     container.step(None)
     container.step(closure=None)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_beside_others(parts):
+    container = OptimizersContainer(parts, torch.optim.LBFGS, {})
+    with pytest.raises(TypeError, match="closure"):
+        container.step(lambda: pytest.fail("it ran"))
 
 
 # The container's own param_groups and state
