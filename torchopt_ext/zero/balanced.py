@@ -134,15 +134,10 @@ class BalancedBuckets:
         bucket.parts += parts
         return parts
 
-    def ready(self) -> None:
-        """Installs gradient hooks, once the local optimizer has been built from the parts."""
-        self.build_buckets()
-        self.reducer.unfrozen.clear()
-
     def build_buckets(self) -> None:
-        """Records which parameters are trainable. The buckets stay as they are."""
+        """Records which parameters are trainable, and hooks them. The buckets stay as they are."""
         for bucket in self.all_buckets:
-            bucket.sent |= any(param.requires_grad for param in bucket.starts)
+            bucket.note_trainable()
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
         self._unsent = [p for bucket in self.all_buckets if not bucket.sent for p in bucket.starts]

@@ -20,7 +20,7 @@ class Bucket:
         starts: the first element of each parameter in ``flat``.
         places: the parameters' views of ``flat``.
         parts: this rank's parts of the parameters.
-        sent: a parameter was trainable at some step, so ranks send its updates to each other.
+        sent: a parameter was trainable at some time, so ranks send its updates to each other.
         staging: gradients of the current backward pass, one window of elements for each rank.
         arrived: parameters whose gradient is in ``staging``.
         grad: this rank's elements of the reduced gradient.
@@ -37,6 +37,11 @@ class Bucket:
     staging: Tensor | None = None
     arrived: set[Tensor] = field(default_factory=set)
     grad: Tensor | None = None
+
+    def note_trainable(self) -> bool:
+        """Notes trainable parameters. Returns whether ranks send the bucket's updates."""
+        self.sent = self.sent or any(param.requires_grad for param in self.starts)
+        return self.sent
 
     @property
     def is_complete(self) -> bool:

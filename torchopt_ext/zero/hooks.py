@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext._torch import graph_task
+from torchopt_ext import _C
+from torchopt_ext._torch import call_at_end_of_backward, graph_task
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -130,37 +131,65 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
         ]
 
 
-def reduce_scatter_hook(zero: ZeroRedundancyOptimizer) -> Hook:
+def reduce_scatter_hook(
+    zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel | None = None
+) -> Hook:
     """Returns a DDP hook that reduces every gradient to the ranks that own its elements.
 
-    It needs ``partition="balanced"`` and sends half as much as DDP's all-reduce. DDP keeps its
-    buffers for all gradients, but they are zero after backward: ``zero`` has reduced gradients.
+    It needs ``partition="balanced"`` and sends half as much as DDP's all-reduce. After backward
+    ``p.grad`` is None: ``zero`` has the reduced gradients. If DDP is made anew, register it again.
 
     Ranks out of data need ``Join([ddp, zero])``; without ``zero`` all ranks raise.
 
+    Args:
+        zero: the optimizer. Gradients are averaged over its process group.
+        ddp: the wrapped model, to compare its ranks; needed if ``zero`` does not have all ranks.
+
     Raises:
-        ValueError: the partition is not "balanced", or ``zero`` has ``sharded_gradients``.
+        ValueError: the partition is not "balanced", ``zero`` has ``sharded_gradients``, or ``zero``
+            and ``ddp`` have different ranks.
     """
     if not isinstance(zero.partition, BalancedBuckets):
         raise ValueError("reduce_scatter_hook needs partition='balanced'")
     reducer = zero.partition.reducer
     if reducer.hooks:
         raise ValueError("sharded_gradients=True takes gradients by itself: use no hook, or no DDP")
+    if ddp is not None or zero.world_size < dist.get_world_size():
+        ranks = dist.get_process_group_ranks(zero.process_group)
+        # A communication hook does not learn over which ranks DDP averages.
+        of_ddp = None if ddp is None else dist.get_process_group_ranks(ddp.process_group)
+        if ranks != of_ddp:
+            raise ValueError(
+                f"reduce_scatter_hook averages gradients over the optimizer's ranks {ranks}, DDP "
+                f"averages over {of_ddp or 'unknown ranks'}: give both the same process group, and "
+                f"the hook DDP, as reduce_scatter_hook(zero, ddp)"
+            )
     reducer.serve_hook()
+    taken: list[Tensor] = []
+
+    def clear_after_ddp() -> None:
+        """Clears ``grad``, which DDP sets in a callback that it registers after this hook."""
+        call_at_end_of_backward(lambda: _C.clear_gradients(taken))
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
         joins = graph_task() < 0  # DDP's join hook calls, on a rank out of data
         if joins and reducer.stepped:
             reducer.zero_grad(set_to_none=True)
+        if bucket.index() == 0:
+            taken.clear()
         for param, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
             reducer.take(param, gradient)
+            if param.grad is not None:  # DDP brings zeros for unused parameters
+                reducer.present.add(param)
+            taken.append(param)
+        if bucket.is_last() and not joins:
+            call_at_end_of_backward(clear_after_ddp)
         if bucket.is_last() and joins and not zero._in_join:
             reducer.wrong = (
                 "this rank is out of data, and its sharded optimizer does not step along: use "
                 "Join([ddp, optimizer])"
             )
             zero.step()  # raises on all ranks
-        bucket.buffer().zero_()  # otherwise the next pass would bring these gradients again
         future: Future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

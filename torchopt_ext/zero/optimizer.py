@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 with fail_together(self.process_group):
                     self._assign(params_per_rank)
                     local_optimizer.build(self)
-                self.partition.ready()
+                self.partition.build_buckets()
             elif parameters_as_bucket_view:
                 logger.warning("overlap_with_ddp=True ignores parameters_as_bucket_view")
         self.initialized = True

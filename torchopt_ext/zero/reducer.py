@@ -24,7 +24,9 @@ class Reducer:
 
     Gradients come from post-accumulate hooks, which free them at once (``hooks``), or from a DDP
     communication hook. Both follow the order of backward. Every backward pass reduces all buckets,
-    from last to first, in the same order on every rank.
+    from last to first, in the same order on every rank. :meth:`finish` reduces in the same way what
+    parameters still have in ``grad``: gradients that were set by hand, that came before the
+    parameter's hook or group, or that DDP has not reduced.
 
     Args:
         ranks: the ranks to average over.
@@ -34,10 +36,10 @@ class Reducer:
     Attributes:
         active: the reducer receives the gradients.
         bucket_of: the bucket of each parameter.
-        unfrozen: parameters whose first gradient may have come before their hook.
         number: the reducer's place among the group's reducers, the same on all ranks.
         early: it starts reductions before the pass ends, on all ranks.
         stepped: a step has used the current gradients.
+        present: parameters with a gradient, on any rank after :meth:`finish`.
         wrong: an error message about a gradient, which :meth:`finish` raises.
     """
 
@@ -47,7 +49,6 @@ class Reducer:
         self.hooks = hooks
         self.active = hooks
         self.bucket_of: dict[Tensor, Bucket] = {}
-        self.unfrozen: list[Tensor] = []
         self.passes = BackwardPasses.of(ranks.group)
         self.number = -1
         self.early = False
@@ -55,7 +56,7 @@ class Reducer:
         self.wrong: str | None = None
         # Buckets, their collectives and the tensors that these fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
-        self._present: set[Tensor] = set()
+        self.present: set[Tensor] = set()
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
         self._handles = handles_of(self)
@@ -66,34 +67,26 @@ class Reducer:
         copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
         copied.active, copied.stepped = self.active, self.stepped
         copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
-        copied._present = copy.deepcopy(self._present, memo)
+        copied.present = copy.deepcopy(self.present, memo)
         copied.hook_trainable()
-        copied.unfrozen.clear()
         return copied
 
     def serve_hook(self) -> None:
-        """Prepares for gradients from a DDP communication hook. Parameter hooks record the used
-        parameters, because DDP's hook also brings gradients of unused parameters."""
-        self.passes.add(self)
+        """Prepares for gradients from a DDP communication hook, perhaps once more."""
+        if not self.active:
+            self.passes.add(self)
         self.active = True
-        self._hook("_note_used")
 
     def hook_trainable(self) -> None:
         """Puts hooks on parameters that have become trainable."""
-        if self.hooks:
-            self.unfrozen += self._hook("_on_gradient")
-
-    def _hook(self, method: str) -> list[Tensor]:
-        hook = WeakHook(self, method)
+        if not self.hooks:
+            return
+        hook = WeakHook(self, "_on_gradient")
         found = [p for p in self.bucket_of if p.requires_grad and p not in self._hooked]
         for param in found:
             hooked: Any = param
             self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
         self._hooked.update(found)
-        return found
-
-    def _note_used(self, param: Tensor) -> None:
-        self._present.add(param)
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient = param.grad
@@ -103,7 +96,7 @@ class Reducer:
                 f"{tuple(param.shape)}: only one may have sharded_gradients=True for it"
             )
         param.grad = None
-        self._present.add(param)
+        self.present.add(param)
         self.take(param, gradient)
 
     @torch.no_grad()
@@ -165,7 +158,7 @@ class Reducer:
         """Starts the reduction of the next bucket. Skips buckets that were never trainable."""
         bucket = self.buckets[self._next]
         self._next -= 1
-        if not bucket.sent:
+        if not bucket.note_trainable():
             return
         if len(self._under_way) == IN_FLIGHT:
             self._accumulate_oldest()
@@ -230,44 +223,60 @@ class Reducer:
         Raises:
             RuntimeError: a gradient does not fit its parameter.
         """
-        if self.unfrozen:
-            self.passes.end()
+        self.settle()
+        late = [p for p, bucket in self.bucket_of.items() if p.grad is not None and bucket.sent]
+        problem = self.wrong
+        for param in self.present.intersection(late):
+            problem = (
+                f"a parameter of shape {tuple(param.shape)} has a gradient in p.grad, and another "
+                f"that was reduced to its owners: call the optimizer's zero_grad() before you set "
+                f"gradients, and let a pass that reduces follow those under no_sync()"
+            )
+        if self._agree(late if problem is None else []):
             self.stepped = False  # this step may use the last step's gradients again
             self._begin()
-            for param in self.unfrozen:
-                if param.grad is not None:
-                    self._on_gradient(param)
-            self.unfrozen.clear()
-        self.settle()
-        self._present |= self._used_on_any_rank()
-        if self.wrong is not None:
-            raise RuntimeError(self.wrong)
+            for param in late:
+                self._on_gradient(param)
+            self.settle()
+        elif late and problem is None:
+            problem = (
+                "this rank has gradients in p.grad that were not reduced, and another rank has "
+                "none or rejects the step: set gradients on all ranks, or on none"
+            )
+        if problem := problem or self.wrong:
+            raise RuntimeError(problem)
         for bucket in self.buckets:
             for part in bucket.parts:
                 part.tensor.grad = None
-                if bucket.grad is not None and part.param in self._present:
+                if bucket.grad is not None and part.param in self.present:
                     part.tensor.grad = self._gradient_of(bucket, part)
 
-    def _used_on_any_rank(self) -> set[Tensor]:
-        """Returns parameters that any rank used since zero_grad; empty if this rank used all.
+    def _agree(self, late: list[Tensor]) -> bool:
+        """Adds the parameters that other ranks used. Returns whether all ranks reduce once more.
+
+        Args:
+            late: parameters with a gradient that this rank can reduce in addition.
 
         Ranks also agree on whether the reducer may start early, from the next pass on.
         """
-        params = list(self.bucket_of)
-        first = self.passes.is_first(self)
+        params, reduces, first = list(self.bucket_of), bool(late), self.passes.is_first(self)
         if self.ranks.size == 1:
             self.early = first
-            return set()
-        seen = torch.tensor([not first, *(p in self._present for p in params)], dtype=torch.int32)
-        complete = all(p in self._present or not p.requires_grad for p in params)
-        seen = seen.to(comm_device(self.ranks.group))
+            return reduces
+        here = self.present.union(late)
+        flags = [not first, not reduces, *(p in here for p in params)]
+        seen = torch.tensor(flags, dtype=torch.int32).to(comm_device(self.ranks.group))
+        complete = all(p in here or not p.requires_grad for p in params)
         with collective("agreeing on which parameters have gradients", self.ranks.timeout):
             run(dist.all_reduce, seen, dist.ReduceOp.MAX, group=self.ranks.group)
-        if complete and (self.early or not first):  # known without waiting for the device
-            return set()
-        waits, *used = seen.tolist()
+        if complete and not reduces and (self.early or not first):  # known without the device
+            return False
+        waits, differ, *used = seen.tolist()
         self.early = not waits
-        return {p for p, here in zip(params, used, strict=True) if here}
+        if reduces and differ:
+            return False
+        self.present.update(p for p, of_any in zip(params, used, strict=True) if of_any)
+        return reduces
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the reduced gradients, or sets them to zero."""
@@ -279,4 +288,4 @@ class Reducer:
             elif bucket.grad is not None:
                 bucket.grad.zero_()
         if set_to_none:
-            self._present.clear()
+            self.present.clear()

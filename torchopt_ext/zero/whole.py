@@ -83,10 +83,6 @@ class WholeTensors:
 
     hides_gradients = False  # steps take the parameters' own gradients
 
-    def ready(self) -> None:
-        """Builds the buckets, once the local optimizer has been built from the parameters."""
-        self.build_buckets()
-
     def finish_step(self) -> None:
         """Does nothing: the local step leaves nothing to clean up."""
 
