@@ -103,6 +103,8 @@ def overlap(
                 optimizer.step()
         for scheduler in schedules:
             scheduler.step()
+        for model in models if step == 4 else []:
+            model[2].bias.data = model[2].bias.data * 0.5
     ours, expected = ([p.detach() for p in m.parameters()] for m in models)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     saved = state_dict_of(zero, rank, size)["state"]
@@ -230,6 +232,43 @@ def replaced_weights(kind: str, **options: Any) -> None:
     assert_same(params, plain_params)
 
 
+def exchanged_weights(kind: str, **options: Any) -> None:
+    """Parameters exchange memory, and get values whose memory the program keeps, and its own back.
+
+    Parameters that share memory are rejected on all ranks, before anything is changed.
+    """
+    params, plain_params = parameters([(70, 3)] * 4), parameters([(70, 3)] * 4)
+    zero, plain = zero_over(params, kind, **options), plain_over(plain_params, kind)
+    for of, optimizer in ((params, zero), (plain_params, plain)):
+        train(optimizer, of, range(1))
+        of[0].data, of[1].data = of[1].data, of[0].data
+        train(optimizer, of, range(1, 2))
+        backup = [p.data for p in of]
+        values = clones(backup)
+        for param in of[:3]:
+            param.data = torch.ones_like(param)
+        train(optimizer, of, range(2, 3))
+        assert_same(backup[:3], values[:3])
+        for param, value in zip(of[:3], backup, strict=False):
+            param.data = value
+        train(optimizer, of, range(3, 5))
+    assert_same(params, plain_params)
+    own, before = params[1].data, clones([p.detach() for p in params])
+    params[1].data = params[0].data
+    give_gradients(params, 5)
+    with raises(RuntimeError, "(70, 3) and (70, 3), share memory"):
+        zero.step()
+    with raises(ValueError, "share memory"):
+        zero_over(params, kind, **options)
+    with raises(ValueError, "share memory"):
+        zero.add_param_group({"params": [nn.Parameter(params[2].data)]})
+    params[1].data = own
+    assert_same([p.detach() for p in params], before)
+    train(zero, params, range(5, 6))
+    train(plain, plain_params, range(5, 6))
+    assert_same(params, plain_params)
+
+
 def closures() -> None:
     """Steps by LBFGS, which is done after one call of the closure on one rank only."""
     params, plain_params = parameters([(4,), (4,)]), parameters([(4,), (4,)])
@@ -269,6 +308,7 @@ def cases_of_two() -> Cases:
                 name = f"copied {where}{', alone' * alone}"
                 found[name] = partial(copied, kind, alone, **options)
             found[f"replaced weights {where}"] = partial(replaced_weights, kind, **options)
+            found[f"exchanged weights {where}"] = partial(exchanged_weights, kind, **options)
         for interleaved in (False, True):
             for schedule in (False, True):
                 how = ", interleaved" * interleaved + ", schedule" * schedule

@@ -21,7 +21,7 @@ from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
-from torchopt_ext.zero.inputs import check_frozen
+from torchopt_ext.zero.inputs import check_frozen, check_untied
 from torchopt_ext.zero.part import Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
@@ -68,7 +68,7 @@ class BalancedBuckets:
             if key not in ("_sources", "_lazy", "_handles"):
                 vars(copied)[key] = copy.deepcopy(value, memo)
         for bucket in copied.all_buckets:  # the copied parameters are not views of the buckets yet
-            bucket.adopt()
+            bucket.lay_anew()
         copied._places = _C.addresses(copied._laid)
         return copied
 
@@ -152,8 +152,10 @@ class BalancedBuckets:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
         check_frozen(self._unsent, self.ranks.size)
         if _C.addresses(self._laid) != self._places:
-            for bucket in self.all_buckets:
-                bucket.adopt()
+            check_untied(self._laid, RuntimeError)
+            for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved()]:
+                bucket.lay_anew()
+            self._places = _C.addresses(self._laid)
         if self.reducer.active:
             return
         _C.share_gradients(*self._whole)

@@ -54,9 +54,8 @@ class Bucket:
         self.places.append(view_in(self.flat, start, param))
         param.data = self.places[-1].copy_(param.detach())
 
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Moves weights whose memory was replaced (``p.data = ...``) back to their places.
+    def is_moved(self) -> bool:
+        """Returns whether the memory of a parameter was replaced (``p.data = ...``).
 
         Raises:
             RuntimeError: the shape, dtype or device of a parameter has changed.
@@ -69,5 +68,20 @@ class Bucket:
                     f"is now of shape {tuple(param.shape)}, {param.dtype} on {param.device}: build "
                     f"the optimizer after changing or moving the model"
                 )
-            if param.numel() and param.data_ptr() != place.data_ptr():
-                param.data = place.copy_(param.detach())
+        pairs = zip(self.starts, self.places, strict=True)
+        return any(p.data_ptr() != place.data_ptr() for p, place in pairs if p.numel())
+
+    @torch.no_grad()
+    def lay_anew(self) -> None:
+        """Moves all parameters to other memory: the user may hold the memory they had."""
+        flat = self.flat = torch.zeros_like(self.flat)
+        starts = self.starts.items()
+        self.places = [
+            view_in(flat, start, place).copy_(param.detach())
+            for (param, start), place in zip(starts, self.places, strict=True)
+        ]
+        for param, place in zip(self.starts, self.places, strict=True):
+            param.data = place
+        for part in self.parts:
+            old = part.tensor
+            old.data = flat.as_strided(old.shape, old.stride(), old.storage_offset())

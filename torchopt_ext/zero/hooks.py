@@ -19,6 +19,7 @@ from torchopt_ext._torch import call_at_end_of_backward, graph_task
 from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
+from torchopt_ext.zero.overlap import lay
 
 Future = torch.futures.Future[torch.Tensor]
 Hook = Callable[[Any, GradBucket], Future]
@@ -108,6 +109,7 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
         result: Any = future.wait()
     assigned = zero._bucket_assignments_per_rank
     mine = assigned[zero.rank].get(index)
+    lay([of_rank[index] for of_rank in assigned if index in of_rank], zero._all_params)
     if mine is not None:
         reduced = result[0] if isinstance(result, list) else result
         if reduced.data_ptr() != bucket.buffer().data_ptr():  # the hook has not reduced in place

@@ -1,7 +1,7 @@
 """What a sharded optimizer accepts: arguments, optimizer classes, parameters and owners."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -86,7 +86,8 @@ def check_owners(
 
 
 def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
-    """Raises ValueError for sparse parameters, DTensors, and dtypes that differ unless allowed."""
+    """Raises ValueError for sparse parameters, DTensors, memory that parameters share, and dtypes
+    that differ unless allowed."""
     for index, param in enumerate(params):
         if param.layout is not torch.strided:
             raise ValueError(f"parameter {index} has layout {param.layout}, expected a dense one")
@@ -103,6 +104,23 @@ def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
             raise ValueError(
                 f"parameter {index} has dtype {param.dtype}, parameter 0 {params[0].dtype}: "
                 f"allow_mixed_dtypes=True shards each dtype by itself"
+            )
+    check_untied(params)
+
+
+def check_untied(params: Sequence[Tensor], error: type[Exception] = ValueError) -> None:
+    """Raises ``error`` if parameters share memory: an owner would not see the other's update."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.nbytes if p.is_contiguous() else 1, tuple(p.shape))
+        for p in params
+        if p.numel() and not p.is_meta
+    )
+    for (device, start, nbytes, shape), (other, after, _, next_shape) in pairwise(spans):
+        if device == other and after < start + nbytes:
+            raise error(
+                f"two parameters, of shapes {shape} and {next_shape}, share memory, but each is "
+                f"sharded by itself: tie them as one Parameter object, or give each memory of its "
+                f"own"
             )
 
 

@@ -37,7 +37,7 @@ from torchopt_ext.zero.inputs import (
     describe_params,
 )
 from torchopt_ext.zero.join import JoinSupport
-from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets
+from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
@@ -487,6 +487,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             )
         info = self._overlap_info
         info.status = OverlapStatus.INITIALIZED
-        self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
+        assigned = self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
+        lay([each for of_rank in assigned for each in of_rank.values()], self._all_params)
         self._assign(info.params_per_rank)
         local_optimizer.build(self)

@@ -4,23 +4,23 @@ The classes are torch's, because torch's own hooks
 (torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook) read and fill them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 from torchopt_ext._torch import overlap_classes
+from torchopt_ext.zero.inputs import check_untied
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import bucket_of
 
 OverlapInfo, BucketAssignment, OverlapStatus = overlap_classes()
 
 
-@torch.no_grad()
 def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
     """Assigns every DDP bucket to a rank, or parts of it to ranks with ``info.shard_buckets``.
-
-    The parameters of each assignment become views of one tensor, which is sent as a whole.
 
     Returns:
         Each rank's assignments by bucket.
@@ -34,11 +34,25 @@ def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
         numels, lengths, ranks.size, info.shard_buckets
     ):
         part = buckets[bucket][offset : offset + count]
-        assignment = assigned[rank][bucket] = BucketAssignment(bucket, part, offset)
-        assignment.tensor = bucket_of(part)
+        assigned[rank][bucket] = BucketAssignment(bucket, part, offset)
         if rank == ranks.rank:
             info.offsets[bucket] = len(info.params_per_rank[rank])
         info.params_per_rank[rank] += part
         info.assigned_ranks_per_bucket[bucket].add(rank)
         info.num_bucket_assignments += 1
     return assigned
+
+
+@torch.no_grad()
+def lay(assignments: Sequence[Any], params: Sequence[Tensor]) -> None:
+    """Makes the parameters of each assignment views of the tensor that is sent, unless they are.
+
+    Raises:
+        RuntimeError: two of all ``params`` share memory.
+    """
+    moved = [a for a in assignments if getattr(a, "places", b"") != _C.addresses(a.parameters)]
+    if moved:
+        check_untied(params, RuntimeError)
+    for assignment in moved:
+        assignment.tensor = bucket_of(assignment.parameters)
+        assignment.places = _C.addresses(assignment.parameters)

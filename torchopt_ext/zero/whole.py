@@ -10,7 +10,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import flatten_dense, unflatten_dense
 from torchopt_ext.optim.collective import collective, wait
-from torchopt_ext.zero.inputs import check_frozen
+from torchopt_ext.zero.inputs import check_frozen, check_untied
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
 
@@ -43,8 +43,7 @@ class WholeTensors:
         # gradient that its owner applies, so it continues to be sent.
         self._sent: set[Tensor] = set()
         self._unsent: list[Tensor] = []  # the other parameters
-        self._viewed: list[Tensor] = []  # the parameters that are views of buckets
-        self._places = b""  # the addresses of these parameters
+        self._places = b""  # the addresses of all parameters
         self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
 
     def add_group(
@@ -87,9 +86,10 @@ class WholeTensors:
         """Does nothing: the local step leaves nothing to clean up."""
 
     def take_gradients(self) -> None:
-        """Moves weights whose memory was replaced (``p.data = ...``) back into their bucket."""
+        """Builds the buckets anew if memory was replaced (``p.data = ...``)."""
         check_frozen(self._unsent, self.ranks.size)
-        if _C.addresses(self._viewed) != self._places:
+        if _C.addresses(list(self.owner)) != self._places:
+            check_untied(list(self.owner), RuntimeError)
             self.build_buckets()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -104,7 +104,7 @@ class WholeTensors:
 
         With ``bucket_view`` they become views of one bucket per rank, device and dtype.
         """
-        self._outgoing, self._viewed, self._unsent = [], [], []
+        self._outgoing, self._unsent = [], []
         for rank in range(self.ranks.size):
             kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for group in self.params:
@@ -115,10 +115,9 @@ class WholeTensors:
                         kinds.setdefault((param.device, param.dtype), []).append(param)
             if self.bucket_view:
                 self._outgoing.append([[bucket_of(alike)] for alike in kinds.values()])
-                self._viewed += [param for alike in kinds.values() for param in alike]
             else:
                 self._outgoing.append([b for alike in kinds.values() for b in batches(alike)])
-        self._places = _C.addresses(self._viewed)
+        self._places = _C.addresses(list(self.owner))
 
     # ---- returning parameters ---------------------------------------------------------------
 
