@@ -98,6 +98,10 @@ struct TensorWork {
   // 8-bit moments), or 0 if all are.
   int64_t run;
   int64_t stride;  // from one such run to the next
+  // The number of runs after which `gap` more elements are left out, in a shard that is cut in two
+  // dimensions; 0 if it is not.
+  int64_t rows;
+  int64_t gap;
 };
 
 namespace {
@@ -140,7 +144,12 @@ TORCHOPT_HD inline float& step_of(const TensorWork& work) {
 }
 
 TORCHOPT_HD inline int64_t global_element(const TensorWork& work, int64_t i) {
-  return work.first_element + (work.run == 0 ? i : i / work.run * work.stride + i % work.run);
+  if (work.run == 0) {
+    return work.first_element + i;
+  }
+  const int64_t row = i / work.run;
+  const int64_t left_out = work.rows == 0 ? 0 : row / work.rows * work.gap;
+  return work.first_element + row * work.stride + left_out + i % work.run;
 }
 
 // Calls visit(first, last, number of `first`) for the runs of elements [begin, end) of a tensor

@@ -49,6 +49,8 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     work.first_element = reals * entry.place.first_element;
     work.run = reals * entry.place.run;
     work.stride = reals * entry.place.stride;
+    work.rows = entry.place.rows;
+    work.gap = reals * entry.place.gap;
     check_entry(i, entry.tensors);
     for (size_t array = 0; array < kPersistentArrays; ++array) {
       const at::Tensor& tensor = entry.tensors[array];

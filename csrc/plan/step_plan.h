@@ -38,6 +38,8 @@ class StepPlan {
     int64_t first_element = 0;
     int64_t run = 0;
     int64_t stride = 0;
+    int64_t rows = 0;
+    int64_t gap = 0;
   };
 
   struct Entry {

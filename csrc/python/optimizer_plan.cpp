@@ -83,12 +83,12 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   std::vector<std::vector<int64_t>> positions(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const auto& [param, local, group, name, number, part, place, copied] = params[i];
-    const auto& [index, first_element, run, stride] = place;
+    const auto& [index, first_element, run, stride, rows, gap] = place;
     StepPlan::Entry entry;
     entry.group = group;
     entry.name = name;
     entry.position = number;
-    entry.place = {index, first_element, run, stride};
+    entry.place = {index, first_element, run, stride, rows, gap};
     entry.copied = copied;
     for (size_t k = 0; k < local.size(); ++k) {
       entry.tensors[k] = unpack(local[k].ptr());

@@ -35,7 +35,7 @@ class OptimizerPlan {
   // messages, its part (parameters of a part share a device and the ranks that sum their norm),
   // StepPlan::Place and Entry::copied.
   using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t, size_t,
-                           std::tuple<uint32_t, int64_t, int64_t, int64_t>, bool>;
+                           std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool>;
 
   // `idle`: parameters without state. `local_gradients(params)` returns the local gradients of
   // parameters whose gradient C++ does not unwrap: DTensors placed otherwise or incomplete, and

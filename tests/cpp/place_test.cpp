@@ -17,6 +17,8 @@ struct Place {
   int64_t first_element;
   int64_t run;
   int64_t stride;
+  int64_t rows = 0;
+  int64_t gap = 0;
 };
 
 // Groups of 8-bit moments lie within rows. For other moments rows do not matter.
@@ -34,6 +36,8 @@ int64_t element_of(const Place& place, int64_t i) {
   work.first_element = place.first_element;
   work.run = place.run;
   work.stride = place.stride;
+  work.rows = place.rows;
+  work.gap = place.gap;
   return global_element(work, i);
 }
 
@@ -63,6 +67,8 @@ Tensor shard_of(const Tensor& whole, const Place& place) {
   shard.work.first_element = whole.work.first_element + place.first_element;
   shard.work.run = place.run;
   shard.work.stride = place.stride;
+  shard.work.rows = place.rows;
+  shard.work.gap = place.gap;
   return shard;
 }
 
@@ -84,12 +90,17 @@ void expect_shards_as_whole(const Tensor& start, const std::vector<Place>& place
   EXPECT_EQ(sum, digest);
 }
 
-// Splits by rows, by flat intervals that meet at an odd element, by columns of odd or even width.
+// Splits by rows, by flat intervals that meet at an odd element, by columns of odd or even width,
+// and into boxes of 3 of 6 rows and some columns.
 const std::vector<std::vector<Place>> kSplits{
     {{5 * kColumns, 0, 0, 0}, {7 * kColumns, 5 * kColumns, 0, 0}},
     {{33, 0, 0, 0}, {kElements - 33, 33, 0, 0}},
     {{kRows * 45, 0, 45, kColumns}, {kRows * 45, 45, 45, kColumns}},
-    {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}}};
+    {{kRows * 32, 0, 32, kColumns}, {kRows * 58, 32, 58, kColumns}},
+    {{6 * 33, 0, 33, kColumns, 3, 3 * kColumns},
+     {6 * 57, 33, 57, kColumns, 3, 3 * kColumns},
+     {6 * 33, 3 * kColumns, 33, kColumns, 3, 3 * kColumns},
+     {6 * 57, 3 * kColumns + 33, 57, kColumns, 3, 3 * kColumns}}};
 // Splits by whole rows: one interval each, and two of every four rows each.
 const std::vector<std::vector<Place>> kRowSplits{
     kSplits[0],

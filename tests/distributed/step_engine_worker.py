@@ -596,6 +596,9 @@ MASTERS: dict[str, dict[str, Any]] = {
     "master": {"dtype": BF16, "master_weights": "fp32"},
     "remainder": {"dtype": BF16, "master_weights": "remainder"},
     "stochastic": {"dtype": BF16, "stochastic_rounding": True, "rounding_seed": 11},
+    "stochastic remainder8": {
+        "dtype": BF16, "master_weights": "remainder8", "stochastic_rounding": True,
+    },
     "stochastic moments": {
         "dtype": BF16, "master_weights": "remainder", "state_dtype": BF16,
         "stochastic_rounding": True, "amsgrad": True,
@@ -615,6 +618,19 @@ def random_rounding(held: str) -> None:
         assert_same(found, unsharded(held, False), HELD, adds_up=place is last_dimension)
 
 
+def boxes(held: str) -> None:
+    """Random bits and digests belong to an element of the parameter, also in a shard that is cut in
+    two dimensions of experts, as expert parallelism with FSDP on their hidden dimension does."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def place(i: int) -> list[Placement]:
+        last = len(SHAPES[i]) - 1
+        return [Shard(max(0, last - 1)), Shard(last)]
+
+    found = train(place, mesh=mesh, clip=False, **MASTERS[held])
+    assert_same(found, unsharded(held, False), HELD, adds_up=True)
+
+
 def under_fsdp(held: str) -> None:
     kwargs = {name: value for name, value in MASTERS[held].items() if name != "dtype"}
     assert_same(model_run(True, **kwargs), model_run(False, **kwargs), adds_up=True)
@@ -625,6 +641,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         return {
             "pipeline stages": pipeline_stages,
             "pipeline stages, one-rank mesh": lambda: pipeline_stages(one_rank_mesh=True),
+            **{f"boxes {held}": partial(boxes, held) for held in MASTERS},
         }
     found: dict[str, Callable[[], Any]] = {
         "process group": process_group,

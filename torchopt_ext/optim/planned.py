@@ -12,7 +12,7 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.local import SHARDS_ELSEWHERE, NormPart, is_flattened, params_of
-from torchopt_ext.optim.storage import Place, Storage, param_problem
+from torchopt_ext.optim.storage import Place, Storage, param_problem, place_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.statedict.masters import refresh_stale_elements
@@ -93,7 +93,8 @@ class PlannedStep(Controlled, Optimizer):
     def _check_param(self, param: Tensor, name: str | int) -> None:
         """Raises TypeError unless steps can update the parameter."""
         rounding = self._options.stochastic_rounding
-        if found := param_problem(param) or self._storage.problem(param, rounding):
+        found = param_problem(param) or self._storage.problem(param, rounding)
+        if found or (self._options.numbers_elements and (found := place_problem(param))):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
 
     def _mark_control(self) -> None:

@@ -20,6 +20,7 @@ from torchopt_ext.optim.local import (
 )
 from torchopt_ext.optim.quantized import CODES, SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import Storage, packed_steps, place_of
+from torchopt_ext.optim.telemetry import TRACKED
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master
 from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
@@ -219,6 +220,10 @@ class PlanOptions:
     write_back_gradients: bool = False
     track: int = 0
 
+    @property
+    def numbers_elements(self) -> bool:
+        return self.stochastic_rounding or bool(self.track & TRACKED["digest"])
+
 
 def norm_parts(optimizer: Any) -> dict[NormPart, int]:
     """Returns the number of each part of a plan: the parameters of one device and norm key.
@@ -277,7 +282,7 @@ def build_plan(
         packed_steps(states)
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
-    counted = options.stochastic_rounding or options.track
+    counted = options.numbers_elements
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
         tensors = _fit_state(group, param, state, storage, name or position)
@@ -288,7 +293,7 @@ def build_plan(
         place = optimizer.parameter_places.get(param)
         if place is None:
             number = first + position
-            place = place_of(number, param) if counted else (number, 0, 0, 0)
+            place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
         rows.append((param, tensors, index, name, position, part, place, copy is not None))
     plan = OptimizerPlan(

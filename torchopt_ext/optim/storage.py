@@ -20,8 +20,8 @@ MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDE
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
-Place = tuple[int, int, int, int]
-"""Parameter index, first element, run and stride, as in csrc/kernels/tensor_work.h."""
+Place = tuple[int, int, int, int, int, int]
+"""Parameter index, first element, run, stride, rows and gap, as in csrc/kernels/tensor_work.h."""
 
 
 @dataclass(frozen=True)
@@ -145,28 +145,40 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     return (high + (low << 8 if remainder.dtype == torch.int8 else low)).view(torch.float32)
 
 
+def place_problem(param: Any) -> str | None:
+    """Returns why the elements of a shard cannot be numbered, to follow its name, or None."""
+    if not is_dtensor(param):
+        return None
+    placed = zip(param.placements, param.device_mesh.shape, strict=True)
+    cut = {kind.dim for kind, ranks in placed if ranks > 1 and not kind.is_replicate()}
+    if len(cut - {0}) < 3 and local_tensor(param).is_contiguous():
+        return None
+    return (
+        f"has placements {param.placements} and a shard with strides "
+        f"{local_tensor(param).stride()}: stochastic_rounding= and track='digest' take shards that "
+        "are contiguous and cut in at most two dimensions after the first"
+    )
+
+
 def place_of(index: int, param: Any) -> Place:
     """Returns where this rank's shard lies in parameter ``index``.
 
     Raises:
-        ValueError: two dimensions other than the first are split, or the shard is not contiguous.
+        ValueError: :func:`place_problem` says why it cannot.
     """
     if not is_dtensor(param):
-        return index, 0, 0, 0
+        return index, 0, 0, 0, 0, 0
+    if found := place_problem(param):
+        raise ValueError(f"parameter {index} {found}")
     local, offset = local_shape_and_offset(param)
     sizes = list(param.shape)
     inner = [math.prod(sizes[d:]) for d in range(len(sizes) + 1)]  # elements of dimensions d and up
-    split = [d for d in range(1, len(sizes)) if local[d] != sizes[d]]
-    if len(split) > 1 or not local_tensor(param).is_contiguous():
-        raise ValueError(
-            f"draws and digests do not know the elements of a shard with placements "
-            f"{param.placements} and strides {local_tensor(param).stride()}"
-        )
-    first = sum(o * inner[d + 1] for d, o in enumerate(offset) if local[d] != sizes[d])
-    if not split or 0 in local:
-        return index, first, 0, 0
-    d = split[0]
-    return index, first, local[d] * inner[d + 1], inner[d]
+    split = [d for d in range(len(sizes)) if local[d] != sizes[d]]
+    first = sum(offset[d] * inner[d + 1] for d in split)
+    # Elements of each split dimension after the first, outer before inner: here, and in the whole.
+    spans = [(local[d] * inner[d + 1], inner[d]) for d in split if d > 0]
+    (here, whole), (run, stride) = [(0, 0), (0, 0), *spans][-2:]
+    return index, first, run, stride, here // max(stride, 1), whole - here
 
 
 def packed_steps(states: Sequence[dict[str, Any]]) -> None:

@@ -119,7 +119,8 @@ def sync(zero: ZeroRedundancyOptimizer) -> None:
     if isinstance(zero.optim, FusedAdam):
         index = {param: index for index, param in enumerate(zero._all_params)}
         parts = map(zero.partition.part_of, chain(*zero.partition.mine))
-        zero.optim.parameter_places = {p.tensor: (index[p.param], p.begin, 0, 0) for p in parts}
+        places = {part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in parts}
+        zero.optim.parameter_places = places
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
         merged = {key: own.get(key, value) for key, value in local.items()} | own

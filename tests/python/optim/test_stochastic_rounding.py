@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchopt_ext import FusedAdamW
 
 from .independent import (
     EXP_AVG,
@@ -332,3 +338,20 @@ def test_training_that_nearest_rounding_stalls() -> None:
     assert moved["nearest"] == 0
     assert moved["float32"] == pytest.approx(0.01, rel=0.01)
     assert moved["stochastic"] == pytest.approx(moved["float32"], rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{"stochastic_rounding": True}, {"track": "digest"}])
+def test_shards_whose_elements_have_no_numbers_are_refused_at_construction(options: Any) -> None:
+    """A shard cut in three dimensions after the first. What numbers no elements steps it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        cut = [Shard(1), Shard(2), Shard(3)]
+        weight = nn.Parameter(distribute_tensor(torch.ones(2, 4, 4, 4).bfloat16(), mesh, cut))
+        with pytest.raises(TypeError, match=r"'experts' .*stochastic_rounding= and track='digest'"):
+            FusedAdamW([("experts", weight)], **options)
+        optimizer = FusedAdamW([("experts", weight)], track="norms")
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
