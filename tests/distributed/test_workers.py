@@ -48,7 +48,7 @@ def worker(
         worker("step_rejection", {2: 79}, NEWEST, seconds=300),
         worker("zero_checkpoint", {1: 14, 4: 8, 3: 8, 2: 29}, NEWEST, seconds=240),
         worker("zero_exchange", {3: 30}, NEWEST),
-        worker("zero_faults", {2: 162, 4: 21}, NEWEST),
+        worker("zero_faults", {2: 174, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
         worker("zero_misuse", {2: 19}),
         worker("zero_random", {2: 18}),

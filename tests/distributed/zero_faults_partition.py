@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed.optim as stock
 from rank_cases import gathered
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from zero_faults_common import (
+    KINDS,
     PARTITIONS,
     Cases,
     Params,
@@ -199,6 +205,37 @@ def other_group(how: str) -> None:
     assert_same(snapshot(zero), before)
 
 
+def torchs_state_dict(kind: str, **options: Any) -> None:
+    """torch's functions get and set state of one parameter, of which most ranks own nothing.
+
+    They step where they find no state: on all ranks, or on none.
+    """
+    twins = [nn.Linear(7, 3, bias=False) for _ in range(2)]
+    for twin in twins:
+        nn.init.ones_(twin.weight)
+    zero, plain = (
+        build(twin.parameters(), kind, **given)
+        for build, twin, given in zip((zero_over, plain_over), twins, (options, {}), strict=True)
+    )
+    for turn in range(3):  # into a fresh optimizer, too
+        for model, optimizer in zip(twins, (zero, plain), strict=True):
+            if turn:
+                model(torch.ones(2, 7)).square().mean().backward()
+                if turn == 2:
+                    get_optimizer_state_dict(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        for _ in range(2):
+            found = get_optimizer_state_dict(twins[0], zero)
+            expected = get_optimizer_state_dict(twins[1], plain)["state"]["weight"]
+        zero = zero_over(twins[0].parameters(), kind, **options)
+        set_optimizer_state_dict(twins[0], zero, found)
+        get_optimizer_state_dict(twins[0], zero)
+        for saved in gathered(state_dict_of(zero, *place())["state"]):
+            assert_same(saved[0], expected)
+    assert_same(list(twins[0].parameters()), list(twins[1].parameters()))
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 ODDITIES = {  # and what the message names
@@ -218,6 +255,9 @@ def cases_of_two() -> Cases:
     for how, message in ODDITIES.items():
         found[f"other {how}"] = partial(other_parameters, how, message)
     found["other shape, unnamed"] = partial(other_parameters, "shape", "(2, 2)", named=False)
+    modes = {**PARTITIONS, "sharded": {**PARTITIONS["balanced"], "sharded_gradients": True}}
+    for kind, (mode, options) in product(KINDS, modes.items()):
+        found[f"torch's state dict, {kind}, {mode}"] = partial(torchs_state_dict, kind, **options)
     for how in ("shape", "count", "dtype", "known"):
         found[f"added other {how}"] = partial(other_group, how)
     return found

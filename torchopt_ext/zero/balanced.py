@@ -77,6 +77,11 @@ class BalancedBuckets:
         """Whether steps take other gradients than the parameters' own ``grad``."""
         return self.reducer.active
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients were reduced to this rank since they were cleared."""
+        return bool(self.reducer.present)
+
     def part_of(self, tensor: Tensor) -> Part:
         return self._part_of[tensor]
 

@@ -117,6 +117,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         self.verdict = Verdict()  # replaced by the local optimizer's verdict, if it has one
         # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
+        self._has_state = False  # some rank may have state
         balanced = partition == "balanced"
         with waits_at_most(timeout):
             with fail_together(self.process_group):
@@ -174,8 +175,16 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     @property
     def state(self) -> Any:
-        """The local optimizer's state, which covers this rank's parts of the parameters."""
-        return self.__dict__["optim"].state if "optim" in self.__dict__ else defaultdict(dict)
+        """The local optimizer's state, which covers this rank's parts of the parameters.
+
+        If only other ranks have state, it has an empty entry. torch.distributed.checkpoint makes a
+        step where state and gradients are empty (state_dict.py, _init_optim_state): all ranks must.
+        """
+        if "optim" not in self.__dict__:
+            return defaultdict(dict)
+        if not self.optim.state and (self._has_state or self.partition.holds_gradients):
+            self.optim.state[self._all_params[0]] = {}
+        return self.optim.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -261,6 +270,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             self.partition.send_updates()
         else:
             local_optimizer.agree(self, agreement, meanwhile=self.partition.send_updates)
+        self._has_state = True
         return loss
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:

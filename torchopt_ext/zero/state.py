@@ -164,12 +164,13 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         | {key: own[key] for key in ("params", "param_names") if key in own}
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
-    if is_fused := isinstance(zero.optim, FusedAdam):  # its step count is the same on all ranks
-        before = largest_step(zero.optim.state.values())
-        text = json.dumps([loaded.control, loaded.counted, before])
-        of_ranks = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
-        controls, counted, made = zip(*of_ranks, strict=True)
-        control: dict[str, Any] = next(filter(None, controls), {})
+    is_fused = isinstance(zero.optim, FusedAdam)  # its step count is the same on all ranks
+    before = largest_step(zero.optim.state.values()) if is_fused else 0
+    has_state = any(slot.entry for slot in slots)
+    text = json.dumps([loaded.control, loaded.counted, before, has_state])
+    of_ranks = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
+    controls, counted, made, have_state = zip(*of_ranks, strict=True)
+    control: dict[str, Any] = next(filter(None, controls), {})
     kept = zero.optim.state, zero.optim.param_groups
     try:
         with fail_together(zero.process_group):
@@ -196,6 +197,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         zero.optim.state, zero.optim.param_groups = kept
         raise
     zero._consolidated = None
+    zero._has_state = any(have_state)
     local_optimizer.sync(zero)
 
 
