@@ -45,11 +45,12 @@ class LRSchedulersContainer(Stateful):
             raise TypeError(f"optimizers is of type {kind}, expected a container or a list")
         if len(optimizers) == 0:
             raise AssertionError("Must have at least one optimizer to create LRScheduler")
-        for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
+        every = list(optimizers)  # torchtitan's tests give a mock that can be iterated once
+        for group in chain(*(optimizer.param_groups for optimizer in every)):
             # Copy lr before a LambdaLR changes a tensor that groups of several optimizers share.
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-        self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in optimizers]
+        self.schedulers = [LambdaLR(optimizer, lr_lambda) for optimizer in every]
         self._partial = getattr(optimizers, "partial", False)
         self._follows_initial_lrs = False
 

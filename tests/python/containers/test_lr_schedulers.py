@@ -7,6 +7,7 @@ import math
 import pickle
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -301,6 +302,15 @@ def test_no_optimizer_and_one_alone_are_refused():
 
 
 # The container
+
+
+def test_a_container_is_iterated_once(optimizers):
+    """torchtitan's own tests give a mock whose __iter__ returns one iterator."""
+    held = list(optimizers)
+    container = MagicMock(spec=OptimizersContainer, __len__=lambda _: len(held))
+    container.__iter__.return_value = iter(held)
+    schedulers = LRSchedulersContainer(container, lambda step: 0.5)
+    assert [scheduler.optimizer for scheduler in schedulers] == held
 
 
 def test_one_scheduler_per_optimizer_stepping_together(optimizers):
