@@ -368,6 +368,9 @@ class CheckpointManager:
         if chosen is None:
             return False
         checkpoint, model_only = chosen
+        if self._rank == 0 and not files.has_manifest(checkpoint):
+            text = "%s has no %s: only the lengths of its files were checked"
+            logger.warning(text, checkpoint, files.MANIFEST)
         self._load(checkpoint, model_only)
         if self._rank == 0:
             size = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -382,7 +385,7 @@ class CheckpointManager:
         found = files.by_preference(self.folder)
         for candidate in self._everyones(found, "choosing a checkpoint")[0]:
             checkpoint = self.folder / f"step-{candidate}"
-            problem = self._problem(checkpoint, candidate, candidate == 0)
+            problem = self._problem(checkpoint, candidate, candidate == 0, choosing=True)
             if not problem:
                 return checkpoint, candidate == 0
             self._refused.add(candidate)
@@ -411,10 +414,13 @@ class CheckpointManager:
         usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
         return next((step for step in usable if until is None or step <= until), None)
 
-    def _problem(self, checkpoint: Path, step: int | None, model_only: bool) -> str:
+    def _problem(
+        self, checkpoint: Path, step: int | None, model_only: bool, *, choosing: bool = False
+    ) -> str:
         """Describes what is wrong, with the same text on all ranks. Each rank checks some files."""
         try:
             wrong = files.problems(checkpoint, step, self._rank, self._ranks)
+            wrong += files.lost_manifest(checkpoint, step) if choosing and step is not None else []
             if not model_only and files.contents_of(checkpoint) == "model":
                 wrong.append(
                     "it has the model only, from which a job can start by initial_load_path with "
@@ -430,6 +436,8 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path, model_only: bool) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
+        trained = self._states[OPTIMIZER], self._states[LR_SCHEDULER]
+        asked = states_of.settings(*trained)
         reader = dcp.Reader(checkpoint)
         with as_config_error(), fail_together(self._group):
             metadata = reader.read_metadata()
@@ -469,6 +477,10 @@ class CheckpointManager:
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
+        replaced = states_of.differences(states_of.settings(*trained), asked)
+        if self._rank == 0 and replaced:
+            text = "The settings of %s are kept, not the configuration's: %s"
+            logger.warning(text, checkpoint, states_of.some(replaced))
         optimizers = self._states[OPTIMIZER]
         if model and OPTIMIZER not in rest and hasattr(optimizers, "refresh_masters"):
             optimizers.refresh_masters()  # those that exist are of the weights before

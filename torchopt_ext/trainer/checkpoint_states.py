@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchopt_ext._torch import set_element
+from torchopt_ext.statedict.entries import plain
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -154,6 +155,26 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
         self._dataloader.load_state_dict(found)
+
+
+def settings(optimizers: Any, lr_schedulers: Any) -> dict[str, list[Any]]:
+    """Returns the settings of each parameter group that a checkpoint replaces, by name."""
+    groups = [group for own in getattr(optimizers, "optimizers", ()) for group in own.param_groups]
+    names = ("betas", "eps", "weight_decay")
+    found = {name: [plain(group.get(name)) for group in groups] for name in names}
+    schedulers = getattr(lr_schedulers, "schedulers", ())
+    return {"lr": [plain(lr) for own in schedulers for lr in own.base_lrs]} | found
+
+
+def differences(settings: dict[str, list[Any]], asked: dict[str, list[Any]]) -> list[str]:
+    """Describes settings that are not those that were asked for, each once."""
+    texts = (
+        f"{name} {here} instead of {wanted}"
+        for name, values in settings.items()
+        for here, wanted in zip(values, asked[name], strict=False)
+        if here != wanted
+    )
+    return list(dict.fromkeys(texts))
 
 
 class PeerState:

@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +93,7 @@ def build_text(
         except UnicodeDecodeError as error:
             raise ConfigError(f"data set 'text' reads UTF-8, but {file} is not: {error}") from error
         tokens.append(torch.tensor(tokenizer.encode(text), dtype=torch.int32))
-    return TokenWindows(torch.cat(tokens), training.seq_len)
+    return TokenWindows(torch.cat(tokens), training.seq_len, data)
 
 
 register_dataset("text", build_text)
@@ -247,8 +248,14 @@ class ShuffledDataLoader:
                 yield batch
             ended = not self._moved
 
+    @cached_property
+    def _crc32(self) -> int | None:
+        files = getattr(self.dataset, "files", None)
+        return files.crc32() if isinstance(files, FileBytes) else None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._batches.state_dict()}
+        known = {} if self._crc32 is None else {"crc32": self._crc32}
+        return {"position": self._batches.state_dict(), **known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Moves to a saved position.
@@ -260,6 +267,11 @@ class ShuffledDataLoader:
             raise ValueError(
                 f"the data loader's state has {sorted(state_dict)}, expected 'position': it was "
                 "saved by a job with another kind of data set"
+            )
+        if self._crc32 is not None and state_dict.get("crc32", self._crc32) != self._crc32:
+            logger.warning(
+                "The files of the data set have other bytes, or another order, than when the "
+                "checkpoint was saved: samples may come twice in an epoch, or never"
             )
         self._batches.load_state_dict(state_dict["position"])
         self._moved = True

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+_BLOCK, _CHECKED = 1 << 20, 1 << 28
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -21,10 +23,14 @@ class TokenWindows(Dataset[Tensor]):
     Args:
         tokens: tokens of any integer type.
         seq_len: number of inputs in a sample.
+        files: the files that the tokens are of, by default the tokens.
     """
 
-    def __init__(self, tokens: "Tensor | FileBytes", seq_len: int) -> None:
+    def __init__(
+        self, tokens: "Tensor | FileBytes", seq_len: int, files: "FileBytes | None" = None
+    ) -> None:
         self._tokens, self.seq_len = tokens, seq_len
+        self.files = tokens if isinstance(tokens, FileBytes) else files
 
     def __len__(self) -> int:
         return len(self._tokens) // (self.seq_len + 1)
@@ -60,6 +66,19 @@ class FileBytes:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def crc32(self) -> int:
+        """Returns the CRC-32 of the bytes; of evenly spaced ones beyond 256 MiB."""
+        skipped = max(0, len(self) // _CHECKED - 1) * _BLOCK
+        crc = before = 0
+        for path in self.paths:
+            with path.open("rb", buffering=0) as stream:
+                stream.seek(before)
+                while block := stream.read(_BLOCK):
+                    crc = zlib.crc32(block, crc)
+                    stream.seek(skipped, os.SEEK_CUR)
+                before = max(0, stream.tell() - os.fstat(stream.fileno()).st_size)
+        return crc
 
     def __getitem__(self, span: slice, /) -> Tensor:
         """Returns bytes start to stop: uint8 [stop - start]."""

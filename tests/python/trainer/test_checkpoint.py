@@ -377,6 +377,37 @@ def test_a_checkpoint_without_manifest_loads(tmp_path: Path) -> None:
     assert differences(resumed.contents(), job.contents()) == ["taken"]
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its bytes could not be checked, while those of others can. If it is asked for, it loads."""
+    Job(tmp_path).train(until=4).close()
+    (tmp_path / "checkpoint" / "step-4" / "manifest.json").unlink()
+    assert Job(tmp_path, seed=1).resume().step == 2
+    assert "checkpoint.load_step = 4" in caplog.text
+    assert "only the lengths" not in caplog.text
+    assert Job(tmp_path, seed=1).resume(4).step == 4
+    assert "step-4 has no manifest.json: only the lengths of its files were checked" in caplog.text
+    shutil.rmtree(tmp_path / "checkpoint" / "step-2")
+    assert Job(tmp_path, seed=1).resume().step == 4
+
+
+def test_settings_that_a_checkpoint_replaces_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job(tmp_path).train(until=2).close()
+    Job(tmp_path).resume().close()
+    job = Job(tmp_path, arguments={"lr": 0.3, "weight_decay": 0.5}).resume().train(until=4)
+    assert job.lr_schedulers.schedulers[0].base_lrs == [0.1]
+    excluded = ["optimizer", "lr_scheduler"]
+    Job(tmp_path, arguments={"lr": 0.3}, exclude_from_loading=excluded).resume().close()
+    texts = [record.getMessage() for record in caplog.records]
+    [said] = [text for text in texts if "the configuration's" in text]
+    assert (
+        "step-2 are kept, not the configuration's: lr 0.1 instead of 0.3, weight_decay 0.01" in said
+    )
+
+
 def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
     """Equal values are saved once, but 1, 1.0 and True are not equal here."""
     job = Job(tmp_path)

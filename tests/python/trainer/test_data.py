@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchopt_ext.trainer import data as data_module
+from torchopt_ext.trainer import windows
 from torchopt_ext.trainer.checkpoint_states import DataPosition
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.config import DataLoader as Workers
@@ -185,6 +186,40 @@ def test_changed_data_is_reported(job_config: JobConfig, caplog: pytest.LogCaptu
         grown.load_state_dict(state)
     assert "23 samples when the checkpoint was saved, and has 33 now" in caplog.text
     assert len(list(grown)) == 15
+
+
+def test_other_bytes_or_another_order_are_reported(
+    job_config: JobConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of the same sizes. A name that does not change the order does not matter."""
+    folder = Path(str(job_config.training.dataset_path))
+    state = build(job_config).state_dict()
+    for change, reported in (
+        (lambda: (folder / "c").rename(folder / "d"), False),
+        (lambda: (folder / "d").rename(folder / "0"), True),
+        (lambda: (folder / "0").rename(folder / "c"), False),
+        (lambda: (folder / "c").write_bytes((folder / "c").read_bytes()[::-1]), True),
+    ):
+        change()
+        caplog.clear()
+        build(job_config).load_state_dict(state)
+        assert ("have other bytes, or another order" in caplog.text) == reported
+
+
+def test_long_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_BLOCK", 2)
+    monkeypatch.setattr(windows, "_CHECKED", 10)
+    for name, size in (("a", 13), ("b", 1), ("c", 26)):
+        (tmp_path / name).write_bytes(bytes(size))
+    read = 0
+    for name, at in [(name, at) for name, size in (("a", 13), ("c", 26)) for at in range(size)]:
+        changed = bytearray((tmp_path / name).read_bytes())
+        changed[at] = 1
+        before = FileBytes(tmp_path).crc32()
+        (tmp_path / name).write_bytes(changed)
+        read += FileBytes(tmp_path).crc32() != before
+        (tmp_path / name).write_bytes(bytes(len(changed)))
+    assert read in range(9, 13)
 
 
 def test_starting_to_read_leaves_the_models_random_numbers_alone(job_config: JobConfig) -> None:
