@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import allows_mutation, is_dtensor
+from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.hooks import inner_step
@@ -66,16 +67,17 @@ class MasterOptimizer(Controlled):
         self._adopt(optim.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known = {param for param, _ in self._pairs()}
-        self.optim.add_param_group(param_group)
-        group = self.optim.param_groups[-1]
+        known, count = {param for param, _ in self._pairs()}, len(self.optim.param_groups)
         try:
-            self._refuse(len(self.param_groups), group)
-            if known & set(group["params"]):
-                raise ValueError("some parameters appear in more than one parameter group")
-            self._adopt([group])
-        except Exception:
-            self.optim.param_groups.pop()
+            with restored_if_raised([param_group]):
+                self.optim.add_param_group(param_group)
+                group = self.optim.param_groups[-1]
+                self._refuse(count, group)
+                if known & set(group["params"]):
+                    raise ValueError("some parameters appear in more than one parameter group")
+                self._adopt([group])
+        except BaseException:
+            del self.optim.param_groups[count:]
             raise
 
     def _refuse(self, number: int, group: dict[str, Any]) -> None:

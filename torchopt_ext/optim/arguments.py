@@ -1,6 +1,8 @@
 """Checks of arguments. The messages name the argument and show its value."""
 
 import operator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +63,27 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
     except (TypeError, ValueError):
         raise TypeError(f"betas is {betas!r:.200}, expected two numbers") from None
     expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)
+
+
+@contextmanager
+def restored_if_raised(groups: Iterable[Any]) -> Iterator[None]:
+    """Undoes what torch writes to a caller's group dicts, if an error follows.
+
+    torch adds all defaults (torch/optim/optimizer.py, add_param_group), which a second call with
+    other arguments would take for the caller's.
+    """
+    given = [] if isinstance(groups, Tensor) else [g for g in groups if isinstance(g, dict)]
+    for group in given:
+        if isinstance(params := group.get("params"), Iterator):
+            group["params"] = list(params)  # can be read again
+    before = [group.copy() for group in given]
+    try:
+        yield
+    except BaseException:
+        for group, own in zip(given, before, strict=True):
+            group.clear()
+            group.update(own)
+        raise
 
 
 def inner_optimizer(optimizer: Any) -> Any:

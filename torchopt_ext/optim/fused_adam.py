@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torchopt_ext.optim.arguments import (
     expect_counts,
     expect_group,
     expect_hyperparameters,
+    restored_if_raised,
 )
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
@@ -177,9 +179,32 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         if not bias_correction:
             own["bias_correction"] = False
-        super().__init__(params, torchs.defaults | own)
-        self._fp32_moments = tuple(fp32_moments)
-        self._look_at_new_params(partial=process_group is not None)
+        params = params if isinstance(params, Tensor | set) else list(params)
+        self._reject_groups_of_another(params)
+        with restored_if_raised(params):
+            super().__init__(params, torchs.defaults | own)
+            self._fp32_moments = tuple(fp32_moments)
+            self._look_at_new_params(partial=process_group is not None)
+
+    def _reject_groups_of_another(self, groups: Any) -> None:
+        """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
+
+        Horovod's wrapper and others rebuild an optimizer by ``type(optimizer)(optimizer.
+        param_groups)`` (horovod/torch/optimizer.py).
+        """
+        given = self._beside_groups()
+        for group in groups if isinstance(groups, list) else ():
+            held = group.get("params") if isinstance(group, dict) else None
+            other = _holders.get(id(held))
+            if other is None or not any(held is own["params"] for own in other.param_groups):
+                continue
+            known = other._beside_groups().items()
+            if missing := {name: value for name, value in known if value and not given[name]}:
+                raise ValueError(
+                    f"the param groups are those of a {type(other).__name__} with {missing}, which "
+                    f"groups do not hold and this optimizer would not have: give it the same "
+                    f"arguments, or lists of parameters of its own"
+                )
 
     def _look_at_new_params(self, *, partial: bool = True) -> None:
         """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
@@ -225,36 +250,42 @@ class FusedAdam(HookedStep, PlannedStep):
 
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        count = len(self.param_groups)
+        try:
+            with restored_if_raised([param_group]):
+                super().add_param_group(param_group)
+                self._check_group(self.param_groups[-1])
+                self._look_at_new_params()
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        _holders[id(self.param_groups[-1]["params"])] = self
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises TypeError or ValueError unless steps can update the last group."""
         names = group.get("param_names") or [""] * len(group["params"])
         named = list(zip(names, group["params"], strict=True))
-        try:
-            expect_hyperparameters(**{key: group[key] for key in HYPERPARAMETERS})
-            expect_bools(bias_correction=group.get("bias_correction", True))
-            of_groups = self.defaults.keys() | {"params", "bias_correction"}
-            if misplaced := sorted(_ARGUMENTS & group.keys() - of_groups):
-                raise ValueError(
-                    f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
-                    "groups, which one group cannot have (a wrapper that copies arguments into "
-                    "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
-                )
-            if group["amsgrad"] and self._storage.state_dtype == torch.int8:
-                raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
-            if group["foreach"] or group["fused"] is False or group["differentiable"]:
-                asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
-                raise ValueError(
-                    f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
-                    f"Use torch.optim for the other implementations."
-                )
-            first = sum(len(before["params"]) for before in self.param_groups[:-1])
-            for number, (name, param) in enumerate(named, first):
-                if param.requires_grad:  # a frozen parameter is checked with its first gradient
-                    self._check_param(param, name or number)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        self._look_at_new_params()
+        expect_hyperparameters(**{key: group[key] for key in HYPERPARAMETERS})
+        expect_bools(bias_correction=group.get("bias_correction", True))
+        of_groups = self.defaults.keys() | {"params", "bias_correction"}
+        if misplaced := sorted(_ARGUMENTS & group.keys() - of_groups):
+            raise ValueError(
+                f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
+                "groups, which one group cannot have (a wrapper that copies arguments into "
+                "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
+            )
+        if group["amsgrad"] and self._storage.state_dtype == torch.int8:
+            raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
+        if group["foreach"] or group["fused"] is False or group["differentiable"]:
+            asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
+            raise ValueError(
+                f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
+                f"Use torch.optim for the other implementations."
+            )
+        first = sum(len(before["params"]) for before in self.param_groups[:-1])
+        for number, (name, param) in enumerate(named, first):
+            if param.requires_grad:  # a frozen parameter is checked with its first gradient
+                self._check_param(param, name or number)
 
     @run_eagerly
     def state_dict(self) -> dict[str, Any]:
@@ -457,10 +488,10 @@ class FusedAdam(HookedStep, PlannedStep):
             if state and param.requires_grad:  # a frozen parameter gets a master when trained
                 self.state[param] = state
 
-    def __repr__(self) -> str:
-        """Returns torch's text and the arguments for all groups that are set."""
+    def _beside_groups(self) -> dict[str, Any]:
+        """Returns the arguments for all groups and their values."""
         options = self._options
-        given = {
+        return {
             "max_grad_norm": self.max_grad_norm,
             "skip_nonfinite": self.skip_nonfinite,
             "master_weights": self._storage.master_weights,
@@ -469,8 +500,15 @@ class FusedAdam(HookedStep, PlannedStep):
             "rounding_seed": options.rounding_seed,
             "write_back_gradients": options.write_back_gradients,
             "track": [name for name, bit in TRACKED.items() if options.track & bit],
+            "process_group": self.process_group,
+            "set_schedule": self.has_schedule,
+            "set_loss_scale": self.has_loss_scale,
         }
-        lines = "".join(f"\n{name}: {value}" for name, value in given.items() if value)
+
+    def __repr__(self) -> str:
+        """Returns torch's text and the arguments for all groups that are set."""
+        given = self._beside_groups().items()
+        lines = "".join(f"\n{name}: {value}" for name, value in given if value)
         return super().__repr__().replace(" (", f" ({lines}", 1)
 
     def keep_masters(self) -> None:
@@ -484,6 +522,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
 
 _ARGUMENTS = inspect.signature(FusedAdam).parameters.keys()
+_holders: WeakValueDictionary[int, FusedAdam] = WeakValueDictionary()  # by ids of lists of params
 
 
 class FusedAdamW(FusedAdam):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchopt_ext import log_to
+from torchopt_ext import FSDPadaptOptimizer, log_to
 
 from .subject import (
     OURS,
@@ -282,3 +282,69 @@ def test_bad_state_is_refused(key: str) -> None:
     optimizer.state[params[1]][key] = good
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+BAD_ARGUMENTS: dict[str, Any] = {
+    "foreach": {"foreach": True},
+    "second group": {},
+    "pattern": {"state_dtype": "int8", "fp32_moments": ["no such name"]},
+    "master_weights": {"master_weights": "remainder"},
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ARGUMENTS)
+@pytest.mark.parametrize("wrap", [list, iter])
+def test_a_rejected_construction_leaves_the_callers_groups(kind: str, wrap: Any) -> None:
+    """A second, corrected call trains with its own arguments, as if it were the first."""
+    param, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float16))
+    bad = nn.Parameter(torch.ones(2).to_sparse())
+    groups: list[dict[str, Any]] = [
+        {"params": wrap([("a", param)]), "eps": 1e-6},
+        {"params": wrap([("b", half)])},
+    ]
+    others = [{"params": [bad]}] if kind == "second group" else []
+    with pytest.raises((TypeError, ValueError)):
+        OURS["AdamW"](groups + others, lr=0.5, betas=(0.5, 0.5), **BAD_ARGUMENTS[kind])
+    assert [sorted(group) for group in groups + others] == [["eps", "params"], ["params"]] + [
+        ["params"] for _ in others
+    ]
+    optimizer = OURS["AdamW"](groups, lr=0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert optimizer.param_groups[0]["params"] == [param]
+    assert optimizer.param_groups[0]["param_names"] == ["a"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_rejected_group_stays_as_it_was(wrapped: bool) -> None:
+    cls = torch.optim.AdamW if wrapped else OURS["AdamW"]
+    optimizer: Any = cls([nn.Parameter(torch.ones(3))], lr=0.5)
+    target = FSDPadaptOptimizer(optimizer) if wrapped else optimizer
+    group = {"params": [nn.Parameter(torch.ones(2).to_sparse())]}
+    for given in (group, {**group, "lr": -1.0}):
+        with pytest.raises((TypeError, ValueError)):
+            target.add_param_group(given)
+    assert list(group) == ["params"]
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"skip_nonfinite": True}, "skip_nonfinite"),
+        ({"state_dtype": torch.bfloat16}, "state_dtype"),
+        ({"master_weights": "fp32"}, "master_weights"),
+    ],
+)
+def test_rebuilding_from_param_groups_does_not_lose_settings(settings: Any, missing: str) -> None:
+    """Horovod's wrapper does this."""
+    params = make_params()
+    optimizer = OURS["AdamW"]([{"params": params[:1]}, {"params": params[1:]}], **settings)
+    for groups in (optimizer.param_groups, [{**g} for g in optimizer.param_groups]):
+        with pytest.raises(ValueError, match=f"with {{'{missing}'"):
+            type(optimizer)(groups)
+    again = type(optimizer)(optimizer.param_groups, **settings)
+    train([optimizer, again], [params], 1)
+    type(optimizer)([{"params": [*g["params"]]} for g in optimizer.param_groups])
+    plain = OURS["AdamW"](params)
+    type(plain)(plain.param_groups)
