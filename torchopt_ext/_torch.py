@@ -6,9 +6,12 @@ torch's hooks read.
 tests/python/test_torch_names.py enforces this and touches each name.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import islice
 from operator import attrgetter, methodcaller
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
@@ -109,6 +112,16 @@ def step_without_hooks(optimizer: Any) -> Callable[..., Any]:
 def mark_step_for_schedulers(optimizer: Any) -> None:
     """Records a step that bypasses learning-rate schedulers' patch of ``step``; else they warn."""
     optimizer._opt_called = True
+
+
+def is_called_by(*names: str, within: int = 1) -> bool:
+    """Returns whether a function's nearest callers include one with any of these names."""
+    frames = islice(walk_stack(sys._getframe(2)), within)
+    return any(frame.f_code.co_name in names for frame, _ in frames)
+
+
+GET_STATE = "_get_optim_state_dict"
+"""The part of torch's get_optimizer_state_dict that asks optimizers for their state dicts."""
 
 
 def is_hook_table(attribute: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 STEPS, CLIP = 4, 0.3
 
@@ -140,6 +142,34 @@ def lightning() -> Any:
     return {"weights": weights(module.model), "norms": module.norms}
 
 
+def fsdp2(new: Callable[[nn.Module, Any], torch.optim.Optimizer]) -> Any:
+    """Accelerate's FSDP2 replaces the parameters in the optimizer's groups by shards."""
+    import accelerate
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+    )
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    # It takes FSDP only with an accelerator.
+    fsdp = accelerate.DistributedType.FSDP
+    accelerator.state.__dict__.update(distributed_type=fsdp, fsdp_plugin=plugin)
+    model = new_model()
+    optimizer = new(model, {"lr": 0.1, "max_grad_norm": CLIP})
+    model, prepared = accelerator.prepare(model, optimizer)
+    norms = []
+    for batch in batches():
+        accelerator.backward(model(**batch)["loss"])
+        prepared.step()
+        prepared.zero_grad()
+        norms.append(prepared.optimizer.control.grad_norm.item())
+    accelerator.free_memory()
+    accelerate.state.AcceleratorState._reset_state()
+    own = [p for p in model.parameters() if p.to_local().numel()]
+    held = [s["exp_avg"].to_local().numel() for s in optimizer.state.values()]
+    assert sum(held) == sum(p.to_local().numel() for p in own) < sum(p.numel() for p in own)
+    return {"weights": [p.full_tensor().tolist() for p in model.parameters()], "norms": norms}
+
+
 if __name__ == "__main__":
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     run_cases(
@@ -149,5 +179,12 @@ if __name__ == "__main__":
             "accelerate_zero": lambda: accelerated(True),
             "hugging_face": hugging_face,
             "lightning": lightning,
+            "fsdp2": lambda: fsdp2(lambda m, given: FusedAdamW(m.parameters(), **given)),
+            "fsdp2_container": lambda: fsdp2(
+                lambda m, given: OptimizersContainer([m], FusedAdamW, given)
+            ),
+            "fsdp2_in_backward": lambda: fsdp2(
+                lambda m, given: OptimizersInBackwardContainer([m], FusedAdamW, given)
+            ),
         }
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from .rank_results import Results, case
 
@@ -23,3 +24,13 @@ def test_trains_as_by_hand(results: Results, name: str) -> None:
     expected = case(results, "by_hand")
     assert any(norm > 0.3 for norm in expected["norms"])
     assert case(results, name) == expected
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_container", "fsdp2_in_backward"])
+def test_trains_as_by_hand_where_accelerate_replaces_parameters(
+    results: Results, name: str
+) -> None:
+    expected, found = case(results, "by_hand"), case(results, name)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+    for ours, theirs in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-6)

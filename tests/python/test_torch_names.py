@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -131,6 +131,7 @@ def test_tensors_and_autograd() -> None:
 
 
 def test_names_of_distributed_checkpoints() -> None:
+    assert callable(getattr(state_dict, _torch.GET_STATE))
     nested: dict[str, Any] = {}
     _torch.set_element(nested, ("a", 1), 5)
     assert nested == {"a": [None, 5]}

@@ -56,18 +56,17 @@ class FaultTolerant(OptimizersContainer[T]):
         torchft asks for the state from another thread, while FSDP2 may have unsharded parameters in
         the model. Names could not be found at that time.
         """
-        self._names = flat.complete(self._parts())
+        self._names = [*flat.complete(self._parts()).values()]
 
     def _parameter_names(self) -> flat.Names:
         """Returns the names that are known, without reading the model, in any thread."""
-        for optimizer in self.optimizers:
-            if unknown := [param for param in params_of(optimizer) if param not in self._names]:
-                raise ValueError(
-                    f"{len(unknown)} parameters of {type(optimizer).__name__} have no name yet, "
-                    f"the first of shape {tuple(unknown[0].shape)}: call init_cache_state_dict() "
-                    "after adding parameters"
-                )
-        return self._names
+        params = params_of(*self.optimizers)
+        if len(params) != len(self._names):
+            raise ValueError(
+                f"the optimizers have {len(params)} parameters, and {len(self._names)} names are "
+                "known: call init_cache_state_dict() after adding parameters"
+            )
+        return dict(zip(params, self._names, strict=True))
 
     @property
     def cache_state_dict(self) -> dict[str, Any]:

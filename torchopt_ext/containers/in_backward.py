@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
+from torchopt_ext.optim.weak_hooks import WeakHook, handles_of, remove_all
 from torchopt_ext.statedict.entries import MASTERS
 
 logger = logging.getLogger(__name__)
@@ -79,30 +80,45 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
-        self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
-        found = [] if self.measures_norm else make_batches(self.optimizers)
-        self._batches_of = {id(param): batches for batches in found for param in batches.params}
-        self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
-        self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._task: int | None = None  # the graph task at whose end the update is made
-        self._reduced_by_ddp: bool | None = None  # None: not searched for yet
-        handles, hook = handles_of(self), WeakHook(self, "_take_gradient")
-        for param in self._optimizer_of:
-            handles.append(param.register_post_accumulate_grad_hook(hook))
-        handles.append(register_module_module_registration_hook(WeakHook(self, "_watch_ddp")))
+        handles_of(self).append(
+            register_module_module_registration_hook(WeakHook(self, "_watch_ddp"))
+        )
+        self._handles = handles_of(self)
+        self._watch()
         for optimizer in self.optimizers:
             vars(optimizer)["add_param_group"] = _reject_group
             if not self.measures_norm and isinstance(optimizer, FusedAdam):
                 vars(optimizer)["set_schedule"] = _reject_schedule
                 vars(optimizer)["set_loss_scale"] = _reject_loss_scale
+
+    def _watch(self) -> None:
+        """Hooks the parameters that are in the groups now, and no others."""
+        remove_all(self._handles)
+        self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
+        found = [] if self.measures_norm else make_batches(self.optimizers)
+        self._batches_of = {id(param): batches for batches in found for param in batches.params}
+        self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
+        self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
+        self._reduced_by_ddp: bool | None = None  # None: not searched for yet
+        hook = WeakHook(self, "_take_gradient")
+        for param in self._optimizer_of:
+            if param.requires_grad:  # unlike what Accelerate puts there for a time
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
         self._impls = {param: param._cdata for param in self._optimizer_of}  # the hooked tensors
 
+    def _release_replaced(self) -> None:
+        super()._release_replaced()
+        self._watch()
+
     def _watch_swapped(self) -> None:
-        """Moves the hooks of swapped parameters to the swapped tensors.
+        """Hooks parameters that were replaced in the groups, or swapped for other tensors.
 
         torch.utils.swap_tensors, which conversions of modules may use, leaves the hooks with the
         former tensor. An update takes gradients that no hook has seen.
         """
+        if not all(map(operator.is_, params_of(*self.optimizers), self._optimizer_of)):
+            self._release_replaced()
         for param, impl in self._impls.items():
             if param._cdata != impl:
                 self._impls[param] = param._cdata

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from torchopt_ext._torch import mark_step_for_schedulers
+from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_schedulers
 from torchopt_ext.optim import FusedAdam, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -30,6 +30,7 @@ from torchopt_ext.optim.hooks import (
 )
 from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.state import take_replaced
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import BY_NAME, unwrapped
 from torchopt_ext.statedict.masters import read_weights
@@ -75,6 +76,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     compat: str | None = None
     _sizes: Sequence[int] = ()  # optimizers per part; () if a subclass makes one for each part
     _built = False
+    _first = 0  # the id of the first parameter
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         ]
         self._validate_length(sum(self._sizes))
         self._post_init([*chain(*params)], optimizer_kwargs)
-        self._built = True
+        self._first, self._built = self._first_param(), True
 
     def _shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Divides a model part's parameters among its optimizers."""
@@ -212,7 +214,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         Raises:
             ValueError: two parts have a trained parameter of the same name.
             NotImplementedError: a part is wrapped by FullyShardedDataParallel.
+            TypeError: torch's get_optimizer_state_dict asks, which needs nested dicts.
         """
+        if is_called_by(GET_STATE, within=3):
+            raise TypeError(
+                "get_optimizer_state_dict does not know a container's flat state dict: give it "
+                "[*container.optimizers] (Accelerate's save_state cannot: save the container's "
+                "state_dict())"
+            )
         if self.compat == "torchtitan":
             flat.init_state_by_step(self._parts())
         run_hooks(self, "state_dict_pre")
@@ -263,8 +272,14 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.refresh_masters()
             return
         owner = {p: o for o in fused for p in params_of(o)}
-        named = [(fqn, param) for param, fqn in self._parameter_names().items()]
-        pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
+        replaced = [(optimizer, take_replaced(optimizer)) for optimizer in fused]
+        try:
+            named = [(fqn, param) for param, fqn in self._parameter_names().items()]
+            pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
+        except BaseException:
+            for optimizer, entries in replaced:
+                optimizer.state.update(entries)
+            raise
         for optimizer in fused:
             own = [pair for pair in pairs if owner.get(pair[0]) is optimizer]
             optimizer.set_weights_and_state(own)
@@ -304,21 +319,43 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             params = params_of(optimizer)
             if isinstance(optimizer, FusedAdam):
                 optimizer.first_parameter_number = number
-                optimizer.parameter_names = {p: names[p] for p in params if p in names}
+                groups = optimizer.param_groups
+                optimizer.parameter_names = [
+                    [names.get(p, "") for p in g["params"]] for g in groups
+                ]
             number += len(params)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         own = self.optimizers[0].defaults if self.optimizers else {}
-        Optimizer.__init__(self, [{"params": all_params}], {**own, **(optimizer_kwargs or {})})
+        defaults = {**own, **(optimizer_kwargs or {})}
+        defaults.pop("fp32_moments", None)  # may hold parameters that a framework replaces
+        Optimizer.__init__(self, [{"params": all_params}], defaults)
         make_latest(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizers' own param groups, part by part."""
+        if self._built and (first := self._first_param()) != self._first:
+            self._first = first
+            self._release_replaced()
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         """Ignores the empty list of Optimizer.__init__: the groups are the inner optimizers'."""
+
+    def _first_param(self) -> int:
+        """Returns the id of the first parameter, which tells whether a framework replaced all."""
+        groups = self.optimizers[0].param_groups if self.optimizers else []
+        return next((id(param) for group in groups for param in group["params"]), 0)
+
+    def _release_replaced(self) -> None:
+        """Releases what is kept for parameters that a framework has replaced in the groups.
+
+        Accelerate reads `param_groups` while it replaces parameters, after it has asked for a state
+        dict, which creates state.
+        """
+        for optimizer in self.optimizers:
+            optimizer.state.update(take_replaced(optimizer))
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:

@@ -161,7 +161,8 @@ def estimate(
         if param.requires_grad and (found := storage.problem(param, False)):
             raise ValueError(f"parameter {name or number} {found}")
     if storage.state_dtype == torch.int8:
-        storage = replace(storage, fp32_moments=fp32_params(named, fp32_moments))
+        ids = frozenset(map(id, fp32_params(named, fp32_moments)))
+        storage = replace(storage, fp32_moments=ids)
     made = _Made(grad_dtype, storage, bucket_elements)
     shares = SHARDINGS[sharding](tensors, world_size, made)
     weights = sum(p.numel() * p.dtype.itemsize for p in tensors)

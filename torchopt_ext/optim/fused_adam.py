@@ -4,7 +4,7 @@ import copy
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -113,6 +113,7 @@ class FusedAdam(HookedStep, PlannedStep):
     # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
     # references would keep parameters alive that Accelerate replaces.
     _looked_at: Mapping[int, VersionCounter] = {}
+    _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
 
     def __init__(
         self,
@@ -209,7 +210,8 @@ class FusedAdam(HookedStep, PlannedStep):
     def _look_at_new_params(self, *, partial: bool = True) -> None:
         """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
 
-        Accelerate, for example, replaces parameters in groups for FSDP2.
+        A parameter that replaces another in its group is held as that one was: Accelerate, for
+        example, replaces parameters for FSDP2.
         """
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
@@ -220,10 +222,20 @@ class FusedAdam(HookedStep, PlannedStep):
             if id(param) not in known or not known[id(param)].counts(param)
         ]
         if new or not partial:
-            found = fp32_params(new, self._fp32_moments, partial=partial)
-            kept = self._storage.fp32_moments.intersection(params_of(self)) | found
-            self._storage = replace(self._storage, fp32_moments=kept)
-            self._looked_at = {**known, **{id(p): VersionCounter(p) for _, p in new}}
+            chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
+            counters = {id(p): VersionCounter(p) for _, p in new}
+            rows = [[id(p) for p in group["params"]] for group in self.param_groups]
+            for row, places in zip(rows, self._fp32_places, strict=False):
+                if len(row) == len(places):
+                    chosen |= {p for p, was in zip(row, places, strict=True) if was} & set(counters)
+            ids = self._storage.fp32_moments.difference(counters) | chosen
+            self._storage = replace(self._storage, fp32_moments=ids)
+            self._fp32_places = [[p in ids for p in row] for row in rows]
+            self._looked_at = {**known, **counters}
+            # The tensors that were found are not kept alive; others may come with later groups.
+            self._fp32_moments = tuple(
+                item for item in self._fp32_moments if isinstance(item, str) or id(item) not in ids
+            )
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()
@@ -295,6 +307,7 @@ class FusedAdam(HookedStep, PlannedStep):
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
         copies.
         """
+        param_state.drop_replaced(self)
         self._mark_control()
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
@@ -424,8 +437,9 @@ class FusedAdam(HookedStep, PlannedStep):
         portable = super().__getstate__() | own
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
-            "_storage": self._storage,
+            "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
             "_fp32_moments": self._fp32_moments,
+            "_fp32_places": self._fp32_places,
             "_options": self._options,
             "_settings": self._settings,
             "_blocks": self._blocks,

@@ -6,7 +6,6 @@ that takes part fires its own hooks once, even if a subclass's ``step`` calls ``
 
 import functools
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +84,8 @@ class HookedStep:
         False if a wrapper's ``__getattr__`` asks, because the wrapper would then get the scale, and
         if ``step`` was replaced, for example by Accelerate to see whether the scaler calls it.
         """
-        asked_by = sys._getframe(1).f_code.co_name
-        direct = asked_by not in ("__getattr__", "__getattribute__")
-        return direct and not is_patched(self) and self._unscales()
+        passed_on = _torch.is_called_by("__getattr__", "__getattribute__")
+        return not passed_on and not is_patched(self) and self._unscales()
 
     def _unscales(self) -> bool:
         """Whether ``step`` unscales gradients by what torch.amp.GradScaler sets."""

@@ -69,12 +69,16 @@ class JointStep(PlannedStep):
         # Does not call Optimizer.__init__: nobody sees this object's groups and hooks.
         self.optimizers = list(optimizers)
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
+        for optimizer in optimizers:
+            optimizer._look_at_new_params()
         fp32 = [opt._storage.fp32_moments for opt in optimizers]
         self._storage = replace(optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
         self._options = optimizers[0]._options
-        self.parameter_names = {p: n for o in optimizers for p, n in o.parameter_names.items()}
+        self.parameter_names = [names for opt in optimizers for names in opt.parameter_names]
         self._init_control()
-        self._common: dict[str, Any] = {"params": self.params}  # a group that stands for all
+        # A group that stands for all.
+        named = {"param_names": [name for names in self.parameter_names for name in names]}
+        self._common: dict[str, Any] = {"params": self.params, **named}
         self._stacked_controls: Tensor | None = None  # the optimizers' control blocks, stacked
 
     def step_gradients(

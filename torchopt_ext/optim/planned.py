@@ -40,7 +40,7 @@ class PlannedStep(Controlled, Optimizer):
     # Places of parameters that are parts of larger parameters: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
     # Names for messages and telemetry if groups have no param_names: set by containers.
-    parameter_names: Mapping[Tensor, str] = {}
+    parameter_names: Sequence[Sequence[str]] = ()  # of each group, "" for none
     _storage: Storage
     _options: param_state.PlanOptions
     _built: _Built | None = None
@@ -81,6 +81,7 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(lambda param: param.requires_grad)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+        param_state.drop_replaced(self)
         named = enumerate(param_state.named_group_params(self))
         chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
         for _, name, param in chosen:

@@ -29,12 +29,13 @@ class Storage:
     """The arguments of :class:`FusedAdam` that say what is kept in addition to a parameter.
 
     Attributes:
-        fp32_moments: parameters that keep float32 moments if others have 8-bit moments.
+        fp32_moments: ids of parameters that keep float32 moments if others have 8-bit moments. Ids
+            do not keep parameters alive that a framework replaces in the groups.
     """
 
     master_weights: MasterWeights | None = None
     state_dtype: StateDtype | None = None
-    fp32_moments: frozenset[Tensor] = field(default=frozenset(), compare=False)
+    fp32_moments: frozenset[int] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         if self.state_dtype == "int8":
@@ -54,7 +55,7 @@ class Storage:
 
     def quantizes(self, param: Tensor) -> bool:
         """Returns whether a parameter has 8-bit moments with scales."""
-        eight_bits = self.state_dtype == torch.int8 and param not in self.fp32_moments
+        eight_bits = self.state_dtype == torch.int8 and id(param) not in self.fp32_moments
         return eight_bits and can_quantize(param)
 
     def moment_dtype(self, param: Tensor, moment: str = "exp_avg") -> torch.dtype:

@@ -31,10 +31,11 @@ class WeakHook:
 def handles_of(owner: Any) -> list[Any]:
     """Returns a list for handles of hooks, which are removed when ``owner`` is gone."""
     handles: list[Any] = []
-    weakref.finalize(owner, _remove_all, handles)
+    weakref.finalize(owner, remove_all, handles)
     return handles
 
 
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def remove_all(handles: list[Any]) -> None:
+    """Removes hooks, and empties the list of their handles."""
+    while handles:
+        handles.pop().remove()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.state import drop_replaced
 from torchopt_ext.optim.storage import Storage, is_steppable
 from torchopt_ext.statedict import entries
 from torchopt_ext.statedict.entries import BESIDE, CONTROL_KEY, MASTERS, plain
@@ -198,7 +199,9 @@ def init_state(
     """
     if own := getattr(optimizer, "_init_states", None):
         own(wanted)
-    elif type(optimizer) in (Adam, AdamW):
+        return
+    drop_replaced(optimizer)
+    if type(optimizer) in (Adam, AdamW):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if wanted(param) and not optimizer.state.get(param):
@@ -276,25 +279,26 @@ class Completion:
     torch takes 40 us to find a parameter's name, which a save would add to each training step."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, Tensor]] = []
-        self._names: dict[Tensor, str] = {}
+        # By id: references would keep parameters alive that a framework replaces.
+        self._seen: list[tuple[str, int]] = []
+        self._names: list[str] = []
 
     def __call__(self, parts: Sequence[ModelPart]) -> Names:
-        seen: list[tuple[str, Tensor]] = [
-            named for part, _ in parts for named in part.named_parameters(remove_duplicate=False)
+        seen = [
+            (name, id(param))
+            for part, _ in parts
+            for name, param in part.named_parameters(remove_duplicate=False)
         ]
         every = [optimizer for _, own in parts for optimizer in own]
-        seen += [("", param) for param in params_of(*every)]
-        same = len(seen) == len(self._seen) and all(
-            name == before and param is known
-            for (name, param), (before, known) in zip(seen, self._seen, strict=True)
-        )
-        if same:
+        params = params_of(*every)
+        seen += [("", id(param)) for param in params]
+        if seen == self._seen:
             for optimizer in every:
                 init_state(optimizer)
-        if not same or not all(optimizer.state for optimizer in every):
-            self._names, self._seen = complete(parts), seen
-        return self._names
+        if seen != self._seen or not all(optimizer.state for optimizer in every):
+            names = complete(parts)
+            self._names, self._seen = [names[param] for param in params], seen
+        return dict(zip(params, self._names, strict=True))
 
 
 class _NamingOptimizer(Optimizer):

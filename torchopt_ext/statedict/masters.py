@@ -39,9 +39,19 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
         state.pop(other, None)
 
 
-def remainder_of(state: dict[str, Any]) -> Tensor | None:
+def remainder_of(state: Mapping[str, Any]) -> Tensor | None:
     """Returns a state's remainder, the remainder with more bits if there are two, or None."""
     return next((state[name] for name in REMAINDERS if name in state), None)
+
+
+def has_low_bits(param: Tensor, state: Mapping[str, Any]) -> bool:
+    """Returns whether a master weight or remainder holds bits that its parameter's dtype cannot."""
+    if (remainder := remainder_of(state)) is not None:
+        return bool(local_tensor(remainder).any())
+    if MASTER not in state:
+        return False
+    master = local_tensor(state[MASTER])
+    return not master.to(param.dtype).float().equal(master)
 
 
 def refresh_master(param: Tensor, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from operator import is_
 from typing import Any, Self
 
 import torch
@@ -299,6 +300,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         return loss
 
     def _notice_trainability(self) -> None:
+        held = params_of(self)
+        if len(held) != len(self._all_params) or not all(map(is_, held, self._all_params)):
+            raise RuntimeError(
+                "parameters were replaced in the groups, as Accelerate does for FSDP2, but this "
+                "rank's part is of the former ones: build FusedAdamW instead, which follows them"
+            )
         trainable = _C.requires_grad(self._all_params)
         if trainable != self._is_trainable_mask:
             if self._overlap_with_ddp:

@@ -6,18 +6,28 @@ This includes clipping in the step, skipped steps, for which schedules wait, and
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, log_to, param_groups
+from torchopt_ext import (
+    FSDPadaptOptimizer,
+    FusedAdamW,
+    GradScaler,
+    ZeroRedundancyOptimizer,
+    log_to,
+    param_groups,
+)
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 STEPS, SKIPPED = 6, 2
@@ -300,6 +310,183 @@ def test_accelerate_refuses_what_the_step_cannot_clip(accelerator: Any) -> None:
     accelerator.prepare(new_optimizer(model))
     with pytest.raises(ValueError, match="norm_type=1 and 1 optimizers"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+
+
+# ---- Accelerate's FSDP2, which replaces the parameters in the groups -----------------------------
+@pytest.fixture
+def fsdp2() -> Iterator[Any]:
+    accelerate = pytest.importorskip("accelerate", reason=WITHOUT)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+    )
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    # It takes FSDP only with an accelerator.
+    fsdp = accelerate.DistributedType.FSDP
+    accelerator.state.__dict__.update(distributed_type=fsdp, fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    yield accelerator
+    accelerator.free_memory()
+    accelerate.state.AcceleratorState._reset_state(True)
+    dist.destroy_process_group()
+
+
+CLIPPED = {"lr": 0.1, "max_grad_norm": 0.3}
+REPLACED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
+    "FusedAdamW": (lambda model: FusedAdamW(model.parameters(), **CLIPPED), 0.3),
+    "one part": (lambda model: OptimizersContainer([model], FusedAdamW, CLIPPED), 0.3),
+    "two parts": (
+        lambda model: OptimizersContainer(
+            [nn.ModuleDict({key: model.layers[int(key)]}) for key in "03"], FusedAdamW, CLIPPED
+        ),
+        0.3,
+    ),
+    "torch's": (lambda m: OptimizersContainer([m], torch.optim.AdamW, {"lr": 0.1}), torch.inf),
+    "in backward": (
+        lambda model: OptimizersInBackwardContainer([model], FusedAdamW, {"lr": 0.1}),
+        torch.inf,
+    ),
+    "in backward, clipped": (
+        lambda model: OptimizersInBackwardContainer([model], FusedAdamW, CLIPPED),
+        0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("prepared_before", [False, True])
+@pytest.mark.parametrize("kind", REPLACED)
+def test_accelerates_fsdp2_trains_as_torch_does(
+    fsdp2: Any, kind: str, prepared_before: bool
+) -> None:
+    """No unsharded weight or moment stays alive."""
+    new, threshold = REPLACED[kind]
+    model, reference = new_model(), new_model()
+    for own in (model, reference):
+        own.layers[1].requires_grad_(False)
+    own = [p for p in reference.parameters() if p.requires_grad]
+    theirs = torch.optim.AdamW(own, lr=0.1)
+    optimizer = new(model)
+    if prepared_before:  # state of step 0
+        optimizer.init_state() if kind == "FusedAdamW" else optimizer.state_dict()
+        if kind == "FusedAdamW":
+            optimizer.state_dict()
+    replaced = [weakref.ref(p) for p in model.parameters() if p.requires_grad]
+    model, prepared = fsdp2.prepare(model, optimizer)
+    if not (kind == "FusedAdamW" and prepared_before):  # nothing tells it before the first step
+        assert all(param() is None for param in replaced) and not optimizer.state
+    for batch in batches():
+        fsdp2.backward(model(*batch)["loss"])
+        prepared.step()
+        prepared.zero_grad()
+        reference(*batch)["loss"].backward()
+        nn.utils.clip_grad_norm_(own, threshold)
+        theirs.step()
+        theirs.zero_grad()
+        found = [p.full_tensor() for p in model.parameters()]
+        torch.testing.assert_close(found, [*reference.parameters()], rtol=1e-6, atol=1e-6)
+    assert all(param() is None for param in replaced)
+    assert len(optimizer.state) == len(own)
+    if isinstance(optimizer, OptimizersContainer):
+        assert any(key.endswith("3.weight.exp_avg") for key in optimizer.state_dict())
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x)).square().mean()
+
+
+@pytest.mark.parametrize("chosen", ["embedding", "pattern", "tensor"])
+@pytest.mark.parametrize("kind", [None, OptimizersContainer, OptimizersInBackwardContainer])
+def test_accelerates_fsdp2_keeps_the_choice_of_fp32_moments(
+    fsdp2: Any, kind: Any, chosen: str
+) -> None:
+    model = Tokens()
+    given = {"embedding": ["embedding"], "pattern": [r"embed"], "tensor": [model.embedding.weight]}
+    settings: Any = {"lr": 0.1, "state_dtype": "int8", "fp32_moments": given[chosen]}
+    optimizer = (
+        kind([model], FusedAdamW, settings)
+        if kind
+        else FusedAdamW(model.named_parameters(), **settings)
+    )
+    del settings, given
+    replaced = [weakref.ref(p) for p in model.parameters()]
+    model, prepared = fsdp2.prepare(model, optimizer)
+    assert all(param() is None for param in replaced)
+    fsdp2.backward(model(torch.arange(9)))
+    prepared.step()
+    dtypes = {p: s["exp_avg"].dtype for p, s in optimizer.state.items()}
+    assert dtypes[model.embedding.weight] == torch.float32
+    assert dtypes[model.head.weight] == torch.int8
+
+
+@pytest.mark.parametrize("container", [False, True])
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
+def test_accelerates_fsdp2_does_not_lose_masters_that_were_set(
+    fsdp2: Any, container: bool, master_weights: str
+) -> None:
+    model, exact = new_model().bfloat16(), new_model()
+    settings: Any = {"lr": 0.1, "master_weights": master_weights}
+    optimizer: Any = (
+        OptimizersContainer([model], FusedAdamW, settings)
+        if container
+        else FusedAdamW(model.named_parameters(), **settings)
+    )
+    weights = {name: p.detach().clone() for name, p in exact.named_parameters()}
+    optimizer.refresh_masters(from_=weights)
+    model, prepared = fsdp2.prepare(model, optimizer)
+    x, labels = (t.bfloat16() for t in batches()[0])
+    fsdp2.backward(model(x, labels)["loss"])
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"refresh_masters.* call it again"):
+        prepared.step()
+    assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))
+    optimizer.refresh_masters(from_=weights)
+    theirs = torch.optim.AdamW(exact.parameters(), lr=0.1)
+    for param, own in zip(exact.parameters(), model.parameters(), strict=True):
+        param.grad = own.grad.full_tensor().float()
+    prepared.step()
+    theirs.step()
+    found = [p.full_tensor() for p in model.parameters()]
+    expected = [p.detach().bfloat16() for p in exact.parameters()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(optimizer.state) == len(found)
+
+
+@pytest.mark.parametrize("kind", ["ZeroRedundancyOptimizer", "balanced", "FSDPadaptOptimizer"])
+def test_accelerates_fsdp2_ends_where_replaced_parameters_cannot_be_followed(
+    fsdp2: Any, kind: str
+) -> None:
+    model = new_model()
+    optimizer: Any
+    if kind == "FSDPadaptOptimizer":
+        optimizer = FSDPadaptOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        optimizer.state_dict = optimizer.optim.state_dict  # Accelerate asks when it prepares
+        optimizer.load_state_dict = optimizer.optim.load_state_dict
+    else:
+        settings = {"partition": "balanced"} if kind == "balanced" else {}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1, **settings)
+    model, prepared = fsdp2.prepare(model, optimizer)
+    fsdp2.backward(model(*batches()[0])["loss"])
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"replaced in the (base's )?groups"):
+        prepared.step()
+    assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))
+
+
+def test_torchs_function_says_how_it_takes_a_containers_state(fsdp2: Any) -> None:
+    container = OptimizersContainer([model := new_model()], FusedAdamW, {"lr": 0.1})
+    model, prepared = fsdp2.prepare(model, container)
+    fsdp2.backward(model(*batches()[0])["loss"])
+    prepared.step()
+    for given in (container, prepared):  # Accelerate's save_state gives its wrapper
+        with pytest.raises(TypeError, match=r"\[\*container.optimizers\]"):
+            get_optimizer_state_dict(model, given)
+    found = get_optimizer_state_dict(model, [*container.optimizers])
+    assert found["state"].keys() == dict(model.named_parameters()).keys()
 
 
 # ---- transformers -------------------------------------------------------------------------------
