@@ -49,6 +49,19 @@ def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: .
 # Makes a 16-bit copy, and its version counter, what the weight's are.
 def renew_copy(copy: Tensor, weight: Tensor) -> None: ...
 
+class WeightMarks:
+    """Shows which of several weights user code has written to; keeps none of them alive."""
+
+    def __init__(self, params: list[Tensor] = ..., shards: list[Tensor] = ...) -> None: ...
+    def renew(self, params: list[Tensor], shards: list[Tensor]) -> list[int]:
+        """Marks weights as they are; returns the positions of those that did not fit their marks.
+
+        ``params`` are the shards themselves, or the DTensors around them.
+        """
+
+def take_weight(master: Tensor, weight: Tensor) -> None:
+    """Sets the elements of a master that do not round to the weight to the weight."""
+
 class VersionCounter:
     """A tensor's version counter: it tells the tensor from a later one with the same id."""
 
@@ -76,6 +89,9 @@ class OptimizerPlan:
     def release(self) -> None: ...
     def collect(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool: ...
     def accumulate(self, part: int, accumulator: Tensor) -> None: ...
+    def weight_marks(self) -> dict[int, WeightMarks]:
+        """Marks of the weights with an fp32 master after the last step, by parameters' ids."""
+
     def traces(self) -> list[tuple[Tensor, Tensor, list[int]]]: ...
     def update(self, part_controls: Sequence[Tensor]) -> None: ...
     def step(

@@ -21,6 +21,10 @@ void OptimizerPlan::collect_unchanged(Part& part) {
       PyObject* object = objects[i].local[k].ptr();
       tensors[k] = object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
     }
+    if (i < part.marks.size()) {
+      const auto& param = *THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl();
+      part.written[i] = !part.marks[i].fits(param, *tensors[kParam]);
+    }
     // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
     return objects[i].path.empty() ? &tensors[objects[i].own]->grad() : nullptr;
   });
@@ -92,6 +96,36 @@ void OptimizerPlan::set_pending_gradients(Part& part) const {
                         local.is_none() ? at::Tensor() : THPVariable_Unpack(local.ptr()));
     }
   }
+}
+
+// Lets masters follow weights that user code has written to since the last step.
+void OptimizerPlan::take_written_weights(Part& part) {
+  for (size_t i = 0; i < part.written.size(); ++i) {
+    if (part.written[i] != 0) {
+      const auto& [param, local, path, own] = part.objects[i];
+      if (!local[kMaster].is_none() && own == kParam) {  // not with a low-precision copy
+        take_weight(THPVariable_Unpack(local[kMaster].ptr()),
+                    THPVariable_Unpack(local[kParam].ptr()));
+      }
+      part.marks[i] = mark_of(part.objects[i]);
+    }
+  }
+}
+
+WeightMark OptimizerPlan::mark_of(const EntryObjects& objects) {
+  return {*THPVariable_Unpack(objects.param.ptr()).unsafeGetTensorImpl(),
+          *THPVariable_Unpack(objects.local[kParam].ptr()).unsafeGetTensorImpl()};
+}
+
+py::dict OptimizerPlan::weight_marks() const {
+  py::dict marks;
+  for (const Part& part : parts_) {
+    for (size_t i = 0; i < part.marks.size(); ++i) {
+      const auto id = reinterpret_cast<uintptr_t>(part.objects[i].param.ptr());
+      marks[py::int_(id)] = WeightMarks{{part.marks[i]}};
+    }
+  }
+  return marks;
 }
 
 }  // namespace torchopt_ext

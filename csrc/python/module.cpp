@@ -133,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
            py::arg("found_inf"))
+      .def("weight_marks", &OptimizerPlan::weight_marks)
       .def("traces", &OptimizerPlan::traces)
       .def_property_readonly("gradients_copied", &OptimizerPlan::gradients_copied);
 }

@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -107,11 +109,20 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     for (const StepPlan::Entry& entry : entries[i]) {
       uses_group.at(static_cast<size_t>(entry.group)) = true;
     }
-    parts_.push_back({.plan = StepPlan(entries[i], part_devices[i], options),
-                      .objects = std::move(objects[i]),
-                      .positions = std::move(positions[i]),
-                      .uses_group = std::move(uses_group),
-                      .hypers = {}});
+    const bool follows = std::ranges::any_of(entries[i], [](const StepPlan::Entry& entry) {
+      const at::Tensor& master = entry.tensors[kMaster];
+      return !entry.copied && master.defined() && master.scalar_type() == at::kFloat;
+    });
+    Part part{.plan = StepPlan(entries[i], part_devices[i], options),
+              .objects = std::move(objects[i]),
+              .positions = std::move(positions[i]),
+              .uses_group = std::move(uses_group),
+              .hypers = {}};
+    if (follows) {
+      std::ranges::transform(part.objects, std::back_inserter(part.marks), mark_of);
+      part.written.resize(part.marks.size());
+    }
+    parts_.push_back(std::move(part));
   }
 }
 
@@ -164,6 +175,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
                                 : GroupHyper{});
     }
   }
+  std::ranges::for_each(parts_, take_written_weights);
   releasing.release();  // the guard then does nothing
   return true;
 }
@@ -186,8 +198,16 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   }
   const py::gil_scoped_release unlocked;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i].plan.update(parts_[i].hypers, part_controls[i]);
+    update_part(parts_[i], part_controls[i]);
   }
+}
+
+void OptimizerPlan::update_part(Part& part, const at::Tensor& control) {
+  part.plan.update(part.hypers, control);
+  for_each_entry(part.marks.size(), [&](size_t begin, size_t end) {
+    std::for_each(part.marks.begin() + begin, part.marks.begin() + end,
+                  [](WeightMark& mark) { mark.renew(); });
+  });
 }
 
 void OptimizerPlan::release() {
@@ -219,7 +239,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     plan.accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  plan.update(parts_[0].hypers, control);
+  update_part(parts_[0], control);
   return true;
 }
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "plan/step_plan.h"
+#include "plan/weight_mark.h"
 #include "python/local_path.h"
 #include "python/state_snapshot.h"
 
@@ -71,6 +72,9 @@ class OptimizerPlan {
             const std::optional<at::Tensor>& grad_scale,
             const std::optional<at::Tensor>& found_inf);
 
+  // Returns, by the parameter's id, the marks of weights with an fp32 master at the last step.
+  pybind11::dict weight_marks() const;
+
   int64_t gradients_copied() const;
   // Returns each part's norms and counts (work/passes.h) and the parameter position of each row.
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
@@ -90,6 +94,8 @@ class OptimizerPlan {
     std::vector<int64_t> positions;     // by entry: its parameter's
     std::vector<bool> uses_group;       // by group
     std::vector<GroupHyper> hypers;     // by group, this step's
+    std::vector<WeightMark> marks;      // by entry, only of weights with an fp32 master
+    std::vector<uint8_t> written;       // by entry: whether the weight does not fit its mark
   };
 
   // A parameter without state. On another rank it may have state, and a gradient once it is
@@ -104,6 +110,9 @@ class OptimizerPlan {
     return c10::make_scope_exit([this] { release(); });
   }
   static void collect_unchanged(Part& part);
+  static void take_written_weights(Part& part);
+  static WeightMark mark_of(const EntryObjects& objects);
+  static void update_part(Part& part, const at::Tensor& control);
   static bool attach_changed(Part& part);
   void set_pending_gradients(Part& part) const;
 

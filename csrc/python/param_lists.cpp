@@ -4,10 +4,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/operators.h"
-#include "plan/tensor_fields.h"
+#include "plan/weight_mark.h"
 #include "python/bindings.h"
 
 namespace torchopt_ext {
@@ -115,6 +116,22 @@ void scaled_copy_list(const py::list& to, const py::list& from, const at::Tensor
   scaled_copy_(all.slice(0, to.size()), all.slice(to.size()), control, unscale);
 }
 
+// Marks weights as they are. Returns the positions of those that did not fit their marks.
+std::vector<size_t> renew_marks(WeightMarks& marks, const py::list& params,
+                                const py::list& shards) {
+  std::vector<size_t> written;
+  const std::vector<WeightMark> before = std::exchange(marks.marks, {});
+  for (size_t i = 0; i < params.size(); ++i) {
+    const c10::TensorImpl& param = *tensor_at(params, i).unsafeGetTensorImpl();
+    const c10::TensorImpl& shard = *tensor_at(shards, i).unsafeGetTensorImpl();
+    if (i >= before.size() || !before[i].fits(param, shard)) {
+      written.push_back(i);
+    }
+    marks.marks.emplace_back(param, shard);
+  }
+  return written;
+}
+
 // Lets autograd notice that each tensor was written to (torch.autograd.graph.increment_version).
 void increment_versions(const py::list& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -156,6 +173,15 @@ void add_param_lists(py::module_& m) {
   m.def("clear_gradients", clear_gradients, py::arg("tensors"));
   m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
         py::arg("names"));
+  py::class_<WeightMarks>(m, "WeightMarks")
+      .def(py::init([](const py::list& params, const py::list& shards) {
+             WeightMarks marks;
+             renew_marks(marks, params, shards);
+             return marks;
+           }),
+           py::arg("params") = py::list(), py::arg("shards") = py::list())
+      .def("renew", renew_marks, py::arg("params"), py::arg("shards"));
+  m.def("take_weight", take_weight, py::arg("master"), py::arg("weight"));
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"));
 }

@@ -7,8 +7,8 @@ import hashlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def difference(found: Any, expected: Any, where: str = "") -> str:
@@ -49,6 +50,23 @@ def full_tensor(value: Any) -> Any:
         as_int = value.dtype == torch.int16  # gloo does not send int16
         value = value.int().full_tensor().short() if as_int else value.full_tensor()
     return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def counted_calls(operator: Any) -> Iterator[list[str]]:
+    """Records the calls of an operator; its overload, such as torch.ops.aten.where.self."""
+    calls: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is operator:
+                calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        yield calls
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

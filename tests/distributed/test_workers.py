@@ -50,7 +50,7 @@ def worker(
         worker("zero_exchange", {3: 30}, NEWEST),
         worker("zero_faults", {2: 174, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
-        worker("zero_misuse", {2: 19}),
+        worker("zero_misuse", {2: 20}),
         worker("zero_random", {2: 18}),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import run_cases
+from rank_cases import counted_calls, run_cases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_faults_common import furthest, layers
@@ -303,6 +303,29 @@ def masters_from_fp32() -> None:
         assert zero.optim.max_grad_norm == 0.25
 
 
+def written_weights() -> None:
+    """Masters follow what user code writes to parameters, and nothing else."""
+    for partition, gathers in (("greedy", False), ("balanced", False), ("balanced", True)):
+        one, other = (layers(3).to(torch.bfloat16) for _ in range(2))
+        zero: Any = ZeroRedundancyOptimizer(
+            one.parameters(), FusedAdamW, partition=partition, master_weights="fp32", lr=0.01
+        )
+        zero.partition.gathers = gathers
+        plain = FusedAdamW(other.parameters(), master_weights="fp32", lr=0.01)
+        for step in range(8):
+            for optimizer, model in ((zero, one), (plain, other)):
+                for param in model.parameters():
+                    if step in (2, 5):
+                        param.detach()[::2] *= -0.5
+                    elif step == 3:
+                        param.data = param.data + 0.25
+                    param.grad = torch.full_like(param, 0.5)
+                with counted_calls(torch.ops.aten.where.self) as calls:
+                    optimizer.step()
+                assert bool(calls) <= (step in (2, 3, 5)), (partition, step)
+            assert furthest(one, other) == 0
+
+
 def codes_of_other_layouts() -> None:
     """Loads codes for parts of parameters that cannot hold codes and get floats instead."""
     torch.manual_seed(0)
@@ -458,6 +481,7 @@ CASES: dict[str, Callable[[], None]] = {
         group_refused,
         gathers_two_buckets,
         masters_from_fp32,
+        written_weights,
         codes_of_other_layouts,
         by_another_callable,
         complex_gradients_are_clipped,

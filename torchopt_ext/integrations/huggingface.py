@@ -14,7 +14,7 @@ class FusedStep:
     ``args.max_grad_norm`` becomes the step's threshold. 0 only measures the norm, for which the
     stock Trainer reads all gradients once more. The logged ``grad_norm`` is the step's norm.
     Learning-rate schedules wait if a step was skipped. ``trainer.optimizer.control`` is the last
-    step's decision. ``load_best_model_at_end`` also sets master weights. For other packages'
+    step's decision. ``load_best_model_at_end`` also resets remainders. For other packages'
     optimizers nothing changes.
     """
 
@@ -44,6 +44,6 @@ class FusedStep:
 
     def _load_best_model(self) -> None:
         super()._load_best_model()  # type: ignore[misc]
-        # It loads weights alone. Later training must not go on from the last step's masters.
+        # It loads weights alone, to which the last step's remainders do not belong.
         if isinstance(self.optimizer, FusedAcceleratedOptimizer):
             self.optimizer.optimizer.refresh_masters()

@@ -53,8 +53,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
     :class:`~torchopt_ext.FusedAdamW` instead make the whole step in two passes over memory, step
     the model's parameters, and keep masters in ``state[p]["master_weight"]``.
 
-    Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel). Call
-    :meth:`refresh_masters` after weights were changed from outside.
+    Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel).
+    Masters follow weights that user code writes between steps (docs/step.md).
 
     Args:
         optimizer: the base. In its groups, masters replace bf16 and fp16 parameters. It steps fp32
@@ -276,8 +276,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
         """Sets the masters from the parameters, or both from float32 weights.
 
-        Call it after weights were changed from outside, for example by loading a model's checkpoint
-        without the optimizer's. Otherwise the next step continues from the old masters.
+        Masters follow weights that user code writes. Call this only after writes that torch does
+        not count (docs/step.md).
 
         Args:
             from_: float32 weights, as in :meth:`torchopt_ext.FusedAdamW.refresh_masters`.
@@ -295,6 +295,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
+        if isinstance(self._stepper, MasterOptimizer):
+            self._stepper.take_written_weights()
         packed = self.optim.state_dict()
         masters: Mapping[Any, Any] = {}  # state entries that hold masters, by parameter
         if self._stepper is self.optim:

@@ -135,6 +135,8 @@ class MasterOptimizer(Controlled):
             for param, held in self._pairs()
             if held is param and param.dtype in SIXTEEN_BIT and needs(param)
         )
+        if not masters:
+            return
         for group in self.optim.param_groups:
             group["params"][:] = [masters.get(param, param) for param in group["params"]]
         self._table = None
@@ -177,6 +179,15 @@ class MasterOptimizer(Controlled):
         for param, weight in pairs:
             for target in (param, master_of[param]) if is_steppable(param) else ():
                 copy_local_(target, weight)
+        if self._table is not None:
+            self._table.written()
+
+    @torch.no_grad()
+    def take_written_weights(self) -> None:
+        """Lets masters follow weights that user code has written to since the last step."""
+        table = self._table = self._current_table()
+        for i in table.written():
+            _C.take_weight(table.local_masters[i], table.local_params[i])
 
     # ---- step ---------------------------------------------------------------------------------
 
@@ -219,6 +230,7 @@ class MasterOptimizer(Controlled):
                     params = [table.local_params[i] for i in wide]
                     masters = [table.local_masters[i] for i in wide]
                     _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
+                table.written()
             return skip
         except Exception:
             reject([self], ALONE, agreement)
@@ -230,15 +242,19 @@ class MasterOptimizer(Controlled):
 
     def _collect(self) -> _Table:
         """Returns the table of all parameters, with this step's gradients checked."""
-        stepped = self._stepped()
-        table = self._table
-        if table is None or not all(map(operator.is_, stepped, table.masters)):
-            table = _Table(self._pairs(), self.optim)
+        table = self._current_table()
         if table.unfrozen():
             self.create_masters(lambda param: param.grad is not None)
             table = _Table(self._pairs(), self.optim)
         self._table = table
         table.take_gradients()
+        self.take_written_weights()
+        return table
+
+    def _current_table(self) -> _Table:
+        stepped, table = self._stepped(), self._table
+        if table is None or not all(map(operator.is_, stepped, table.masters)):
+            table = _Table(self._pairs(), self.optim)
         return table
 
     def _decide(self, table: _Table, scale: Tensor, agreement: Agreement) -> None:
@@ -343,8 +359,16 @@ class _Table:
                 self._frozen.append(i)
         self.parts = list(self._of_part)
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
+        self.marks = _C.WeightMarks()
         self.gradients: list[Any] = []  # this step's gradients by parameter, or None
         self.room: tuple[list[int], list[Tensor]] = [], []  # parameters, memory for gradients
+
+    def written(self) -> list[int]:
+        """Returns the parameters with a master that were written to since the last call."""
+        for i in self._sharded:
+            self.local_params[i] = local_tensor(self.params[i])
+        written = self.marks.renew(self.params, self.local_params)
+        return [i for i in written if self._is_wide[i]]
 
     def unfrozen(self) -> bool:
         """Returns whether a 16-bit parameter without master has a gradient, so that it needs one.

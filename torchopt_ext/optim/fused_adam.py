@@ -309,6 +309,8 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         param_state.drop_replaced(self)
         self._mark_control()
+        if "_user" not in vars(self):  # no other thread is stepping
+            self._take_written_weights()
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
@@ -362,7 +364,9 @@ class FusedAdam(HookedStep, PlannedStep):
             counted: the largest step count of a parameter in it, on any rank.
             made: the largest step count of a parameter before, on any rank.
         """
-        own = [slot.param for slot in loaded.slots if self._own(slot, [MASTER])]
+        # torch's set_optimizer_state_dict takes own masters if a full state dict lacks them: they
+        # follow weights that were loaded before.
+        given = [slot.param for slot in loaded.slots if not self._own(slot, [MASTER])]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -373,7 +377,7 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(loaded.control, counted, made)
-        self._loaded_from_itself = own
+        self._mark_weights(given)
 
     def _without_own_entries(self, slot: Slot) -> Slot:
         """Drops this optimizer's own entries if the slot has others that should replace them.
@@ -445,7 +449,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "_blocks": self._blocks,
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
-            "_loaded_from_itself": self._loaded_from_itself,
             "_digests": self._seen_digests(),
             "verdict": self.verdict,
         }
@@ -463,8 +466,9 @@ class FusedAdam(HookedStep, PlannedStep):
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
         """Sets the master weights to the parameters' values, or sets both from float32 weights.
 
-        Call it after weights were changed from outside, for example by loading a checkpoint of the
-        model alone. Otherwise the next step continues from the old master weights.
+        Steps let fp32 masters follow weights that were written to. Call this after writes that
+        torch does not count (``.data``, foreach functions on DTensors; docs/step.md), and to set
+        remainders to 0.
 
         Args:
             from_: float32 weights by parameter, or by name if the optimizer was given names, such
@@ -481,6 +485,7 @@ class FusedAdam(HookedStep, PlannedStep):
             return
         for _, param in named:
             refresh_master(param, self.state.get(param, {}))
+        self._mark_weights(param for _, param in named)
 
     def keeps_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master weight or a remainder."""
@@ -501,6 +506,7 @@ class FusedAdam(HookedStep, PlannedStep):
             set_weight(param, state, weight, self._storage)
             if state and param.requires_grad:  # a frozen parameter gets a master when trained
                 self.state[param] = state
+                self._mark_weights([param])
 
     def _beside_groups(self) -> dict[str, Any]:
         """Returns the arguments for all groups and their values."""

@@ -1,18 +1,24 @@
 """The plan of a fused optimizer's steps, and the parts of such a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._C import OptimizerPlan
+from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import SHARDS_ELSEWHERE, NormPart, is_flattened, params_of
-from torchopt_ext.optim.storage import Place, Storage, param_problem, place_problem
+from torchopt_ext.optim.local import (
+    SHARDS_ELSEWHERE,
+    NormPart,
+    is_flattened,
+    local_tensor,
+    params_of,
+)
+from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_problem
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.statedict.masters import refresh_stale_elements
@@ -47,10 +53,8 @@ class PlannedStep(Controlled, Optimizer):
     _digests: Mapping[Tensor, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
-    # Parameters whose fp32 master weights were loaded from this optimizer's own state. torch's
-    # set_optimizer_state_dict takes master weights from there if a full state dict lacks them, and
-    # the model's weights may differ from them.
-    _loaded_from_itself: Sequence[Tensor] = ()
+    # Weights when their fp32 masters were made, loaded or stepped, by id, while there is no plan.
+    _marks: Mapping[int, WeightMarks] = {}
 
     @property
     def telemetry(self) -> Telemetry:
@@ -88,7 +92,9 @@ class PlannedStep(Controlled, Optimizer):
             self._check_param(param, name)
             param_state.reject_incomplete(name, self.state.get(param, {}))
         entries = [(group, param, self.state[param]) for group, _, param in chosen]
+        new = [param for _, param, state in entries if MASTER not in state]
         param_state.init_param_states(entries, self._storage)
+        self._mark_weights(new)
         self._mark_control()
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
@@ -97,6 +103,27 @@ class PlannedStep(Controlled, Optimizer):
         found = param_problem(param) or self._storage.problem(param, rounding)
         if found or (self._options.numbers_elements and (found := place_problem(param))):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
+
+    def _mark_weights(self, params: Iterable[Tensor]) -> None:
+        """Records that the fp32 masters of these parameters belong to the present weights."""
+        known = [param for param in params if MASTER in self.state.get(param, {})]
+        marks = {id(param): WeightMarks([param], [local_tensor(param)]) for param in known}
+        self._marks = {**self._marks, **marks}
+
+    @torch.no_grad()
+    def _take_written_weights(self) -> None:
+        """Lets fp32 masters follow weights that user code has written to since the last step.
+
+        A step of a plan that fits does the same (csrc/python/collect.cpp).
+        """
+        built = self._built
+        known = {**self._marks, **({} if built is None else built.plan.weight_marks())}
+        for param in params_of(self):
+            state = self.state.get(param)
+            if isinstance(state, dict) and MASTER in state:
+                marks = known.get(id(param), WeightMarks())
+                if marks.renew([param], [local_tensor(param)]):
+                    refresh_stale_elements(param, state)
 
     def _mark_control(self) -> None:
         """Adds the entry for the control's fields to the first parameter's state, if it is saved.
@@ -186,6 +213,7 @@ class PlannedStep(Controlled, Optimizer):
     def _forget_plan(self) -> None:
         if self._built is not None:
             self.parts_before = self._built.parts
+            self._marks = {**self._marks, **self._built.plan.weight_marks()}
         self._copied_before, self._built = self.gradients_copied, None
 
     def _seen_digests(self) -> Mapping[Tensor, Tensor]:
@@ -199,15 +227,13 @@ class PlannedStep(Controlled, Optimizer):
     def _rebuild(self) -> _Built:
         self._digests = self._seen_digests()
         self._forget_plan()
-        for param in self._loaded_from_itself:
-            refresh_stale_elements(param, self.state.get(param, {}))
-        self._loaded_from_itself = ()
+        self._take_written_weights()
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
         plan, parts, named = param_state.build_plan(self, self._storage, self._options)
         keep_digests(plan, [self._digests.get(param) for _, param in named])
-        self._digests = {}
+        self._digests, self._marks = {}, {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._C import take_weight
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import as_placed, local_tensor
 from torchopt_ext.optim.storage import (
@@ -64,10 +65,8 @@ def refresh_master(param: Tensor, state: dict[str, Any]) -> None:
 
 def refresh_stale_elements(param: Tensor, state: dict[str, Any]) -> None:
     """Sets elements of an fp32 master weight that do not round to the parameter to its values."""
-    if MASTER in state:
-        master = local_tensor(state[MASTER])
-        local = local_tensor(param).to(master.device)
-        master.copy_(torch.where(master.to(local.dtype) == local, master, local))
+    if MASTER in state and not tensor_problem(state[MASTER], param, MASTERS[MASTER]):
+        take_weight(local_tensor(state[MASTER]), local_tensor(param))
 
 
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:

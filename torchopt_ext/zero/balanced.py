@@ -55,6 +55,7 @@ class BalancedBuckets:
         self._laid: list[Tensor] = []  # all parameters
         self._unsent: list[Tensor] = []  # those that were frozen at every step
         self._places = b""  # the addresses of all parameters
+        self._marks = _C.WeightMarks()  # of all parameters after the last step
         # Collectives under way, and the windows they fill.
         self._updates_in_flight: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
         self._lazy: dict[Tensor, None] = {}  # parameters whose modules wait for them
@@ -65,7 +66,7 @@ class BalancedBuckets:
         self.reducer.settle()
         copied = type(self)(self.ranks, self.bucket_elements, sharded_gradients=False)
         for key, value in vars(self).items():
-            if key not in ("_sources", "_lazy", "_handles"):
+            if key not in ("_sources", "_marks", "_lazy", "_handles"):
                 vars(copied)[key] = copy.deepcopy(value, memo)
         for bucket in copied.all_buckets:  # the copied parameters are not views of the buckets yet
             bucket.lay_anew()
@@ -156,11 +157,7 @@ class BalancedBuckets:
         if self.reducer.active:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
         check_frozen(self._unsent, self.ranks.size)
-        if _C.addresses(self._laid) != self._places:
-            check_untied(self._laid, RuntimeError)
-            for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved()]:
-                bucket.lay_anew()
-            self._places = _C.addresses(self._laid)
+        self._follow_memory()
         if self.reducer.active:
             return
         _C.share_gradients(*self._whole)
@@ -185,6 +182,21 @@ class BalancedBuckets:
             for part in self._cut:
                 part.tensor.grad = None
         _C.increment_versions(self._laid)
+        self._marks.renew(self._laid, self._laid)
+
+    def _follow_memory(self) -> None:
+        """Lays buckets anew if the memory of their parameters was replaced (``p.data = ...``)."""
+        if _C.addresses(self._laid) != self._places:
+            check_untied(self._laid, RuntimeError)
+            for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved()]:
+                bucket.lay_anew()
+            self._places = _C.addresses(self._laid)
+
+    def written(self) -> list[Tensor]:
+        """Returns this rank's parts of parameters that were written to since the last step."""
+        self._follow_memory()
+        found = {self._laid[i] for i in self._marks.renew(self._laid, self._laid)}
+        return [tensor for tensor, part in self._part_of.items() if part.param in found]
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.reducer.zero_grad(set_to_none)
@@ -248,7 +260,8 @@ class BalancedBuckets:
             if gathered is not None:
                 windows = gathered.view(self.ranks.size, bucket.window)
                 others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
-                targets = [bucket.flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
+                flat = bucket.flat.data  # not counted as a change of this rank's parts
+                targets = [flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
                 sources = [windows[r][: t.numel()] for r, t in zip(others, targets, strict=True)]
                 torch._foreach_copy_(targets, sources)
 

@@ -22,7 +22,7 @@ from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.local import moved, squares_of
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_params
-from torchopt_ext.statedict.masters import read_weights
+from torchopt_ext.statedict.masters import read_weights, refresh_stale_elements
 
 if TYPE_CHECKING:
     from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -79,6 +79,13 @@ def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] |
         (p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of
     )
     zero._consolidated = None
+
+
+@torch.no_grad()
+def take_written_weights(zero: ZeroRedundancyOptimizer) -> None:
+    """Lets this rank's masters follow parameters that user code has written to."""
+    for tensor in zero.partition.written():
+        refresh_stale_elements(tensor, zero.optim.state.get(tensor, {}))
 
 
 def build(zero: ZeroRedundancyOptimizer) -> None:
@@ -153,6 +160,7 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
             agreement.in_closure = False
         agreement.took_gradients = True
         context = zero._take_gradients(context)
+        take_written_weights(zero)
         agrees = context.agreement is not None and not isinstance(zero.optim, FusedAdam)
         if agrees and agreement.pending:  # LBFGS calls a closure more often on some ranks
             if kwargs.keys() - {"closure"}:

@@ -64,6 +64,7 @@ def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
 
     The entries include the control block, because a rank without parameters has one, too.
     """
+    local_optimizer.take_written_weights(zero)
     parts = local_parts(zero)
     numbers = {part.tensor: number for number, part in enumerate(parts)}
     for key in [key for key, entry in zero.optim.state.items() if entry == {}]:

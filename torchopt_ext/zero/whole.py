@@ -85,6 +85,10 @@ class WholeTensors:
     def finish_step(self) -> None:
         """Does nothing: the local step leaves nothing to clean up."""
 
+    def written(self) -> list[Tensor]:
+        """Returns nothing: the local optimizer steps the parameters, and sees writes itself."""
+        return []
+
     def take_gradients(self) -> None:
         """Builds the buckets anew if memory was replaced (``p.data = ...``)."""
         check_frozen(self._unsent, self.ranks.size)

@@ -333,7 +333,7 @@ def assert_next_step_is_the_twins(params: Any, optimizer: Any, wide: Any, twin: 
 
 @each_kind
 def test_refresh_masters(kind: str) -> None:
-    """Weights changed from outside count only after refresh_masters()."""
+    """Weights changed from outside count in masters at once, and remainders become 0."""
     params, optimizer = stepped(kind)
     before = [bits(optimizer.state[p][KINDS[kind]]) for p in params]
     with torch.no_grad():
@@ -372,11 +372,12 @@ def test_parameters_that_a_mask_set_to_zero_go_on_from_zero(kind: str, zero: flo
 
 
 def test_without_refresh_the_old_master_counts() -> None:
+    """After writes that torch does not count."""
     params, optimizer = stepped("fp32")
     wide, twin = twin_of(optimizer, params, lambda p: optimizer.state[p]["master_weight"])
     with torch.no_grad():
         for p in params:
-            p.mul_(1.5)
+            p.data.mul_(1.5)
     assert_next_step_is_the_twins(params, optimizer, wide, twin)
 
 

@@ -210,8 +210,8 @@ def test_changes_one_after_another(changes: list[str]) -> None:
 def test_a_change_under_master_weights(change: str, kind: str) -> None:
     params, optimizer = started(dtype=BF16, master_weights=kind)
     CHANGES[change](params, optimizer)
-    if change in ("other memory", "swapped"):
-        optimizer.refresh_masters()  # otherwise the master would keep the old values
+    if change in ("other memory", "swapped") and kind != "fp32":
+        optimizer.refresh_masters()  # otherwise the old remainders would stay
     assert_steps_as_a_fresh_one(optimizer, master_weights=kind)
 
 

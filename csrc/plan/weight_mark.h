@@ -1,0 +1,55 @@
+// Shows whether user code has written to a 16-bit weight, which its fp32 master then follows.
+#pragma once
+
+#include <ATen/ops/where.h>
+
+#include <array>
+#include <vector>
+
+#include "plan/tensor_fields.h"
+
+namespace torchopt_ext {
+
+// What of a weight changes with a write: its memory (`param.data = ...`) and its version counters.
+// Operators on a DTensor count on the DTensor, operators on its shard on the shard. Keeps counters
+// alive but no tensors, so no other weight ever fits. A tensor of inference mode never fits.
+class WeightMark {
+ public:
+  // `param`: the shard itself, or the DTensor or other wrapper subclass around it.
+  WeightMark(const c10::TensorImpl& param, const c10::TensorImpl& shard)
+      : memory_(address(shard)), counters_{param.version_counter(), shard.version_counter()} {
+    renew();
+  }
+  bool fits(const c10::TensorImpl& param, const c10::TensorImpl& shard) const {
+    return address(shard) == memory_ && shares_version(counters_[0], param.version_counter()) &&
+           shares_version(counters_[1], shard.version_counter()) && versions() == versions_;
+  }
+  void renew() { versions_ = versions(); }  // after a step has written to the weight
+
+ private:
+  uint64_t versions() const {  // grows with every write
+    return !counters_[0].enabled() || !counters_[1].enabled()
+               ? 0
+               : uint64_t{counters_[0].current_version()} + counters_[1].current_version();
+  }
+  const void* memory_;
+  std::array<c10::VariableVersion, 2> counters_;
+  uint64_t versions_ = 0;
+};
+
+// For Python.
+struct WeightMarks {
+  std::vector<WeightMark> marks;
+};
+
+// Sets the elements of a master that do not round to the weight to the weight. The others keep
+// their bits. Leaves a tensor that cannot be compared to the checks of a step, which name it.
+inline void take_weight(const at::Tensor& master, const at::Tensor& weight) {
+  if (address(*master.unsafeGetTensorImpl()) != nullptr && master.sizes() == weight.sizes() &&
+      address(*weight.unsafeGetTensorImpl()) != nullptr) {
+    const at::Tensor now = weight.detach().to(master.device());
+    master.copy_(at::where(master.to(now.scalar_type()).eq(now), master, now));
+  }
+}
+
+}  // namespace torchopt_ext

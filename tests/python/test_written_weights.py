@@ -1,0 +1,287 @@
+"""Weights that user code writes between steps take effect, in every class that keeps fp32 masters.
+
+Where an element was written, its master is the written weight from the next step on. All other
+masters keep their bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchopt_ext import FSDPadaptOptimizer, FusedAdam, FusedAdamW
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+
+from ..distributed.rank_cases import counted_calls
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LR = {"lr": 0.01, "weight_decay": 0.1}
+FP32 = {**LR, "master_weights": "fp32"}
+
+
+def zero(model: nn.Module, **kwargs: Any) -> Any:
+    return ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **kwargs, **FP32)
+
+
+def adapt(base: Any) -> Any:
+    return FSDPadaptOptimizer(base, clip_grad_norm=0.0)
+
+
+CLASSES: dict[str, Callable[[nn.Module], Any]] = {
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), **FP32),
+    "FusedAdam": lambda model: FusedAdam(model.parameters(), max_grad_norm=1e9, **FP32),
+    "DTensor": lambda model: FusedAdamW(fully_shard(model).parameters(), **FP32),
+    "adapted fused": lambda model: adapt(FusedAdamW(model.parameters(), **LR)),
+    "adapted torch": lambda model: adapt(torch.optim.AdamW(model.parameters(), **LR)),
+    "adapted DTensor": lambda model: adapt(
+        torch.optim.AdamW(fully_shard(model).parameters(), **LR)
+    ),
+    "ZeRO greedy": zero,
+    "ZeRO view": lambda model: zero(model, parameters_as_bucket_view=True),
+    "ZeRO balanced": lambda model: zero(model, partition="balanced", bucket_elements=64),
+    "container": lambda model: OptimizersContainer([model], FusedAdamW, FP32),
+    "in backward": lambda model: OptimizersInBackwardContainer([model], FusedAdamW, FP32),
+    "in backward, norm": lambda model: OptimizersInBackwardContainer(
+        [model], FusedAdamW, {**FP32, "max_grad_norm": 1e9}
+    ),
+}
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: p * 1.5 for name, p in model.state_dict().items()})
+
+
+def mask(model: nn.Module) -> None:
+    for p in model.parameters():
+        p[::2] *= 0.0
+
+
+def rows(model: nn.Module) -> None:
+    next(model.parameters())[1:3] = 0.25
+
+
+def exchange(model: nn.Module) -> None:
+    """As for an evaluation with averaged weights."""
+    own = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.copy_(0.7 * p + 0.1)
+    for p, value in zip(model.parameters(), own, strict=True):
+        p.copy_(value)
+
+
+def other_optimizer(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(model.parameters(), lr=0.05, foreach=False).step()
+    model.zero_grad()
+
+
+def foreach(model: nn.Module) -> None:
+    torch._foreach_mul_([*model.parameters()], 0.5)
+
+
+def replace_memory(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * -1.25
+
+
+def replace_memory_by_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+WRITES: dict[str, Callable[[nn.Module], None]] = {
+    "load_state_dict": load,
+    "clamp_": lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()],
+    "mask": mask,
+    "rows": rows,
+    "exchange": exchange,
+    "optimizer": other_optimizer,
+    "detach": lambda model: [p.detach().neg_() for p in model.parameters()],
+    "init": lambda model: [nn.init.constant_(p, 0.5) for p in model.parameters()],
+    "foreach": foreach,
+    "memory": replace_memory,
+    "vector": replace_memory_by_vector,
+}
+NOT_ON_DTENSORS = ("foreach", "memory", "vector")  # count no change, or change nothing
+
+
+class Job:
+    """A small bf16 model and one of the optimizers, trained by gradients that bf16 holds."""
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(dtype)
+        for p in self.model.parameters():
+            p.data = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
+        torchs = torch.optim.AdamW(self.model.parameters(), **LR)
+        self.optimizer = CLASSES[kind](self.model) if dtype == torch.bfloat16 else torchs
+        self.steps = 0
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            generator = torch.Generator().manual_seed(self.steps)
+            self.steps += 1
+            loss = torch.zeros(())
+            for p in self.model.parameters():
+                factors = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+                local = p.to_local() if isinstance(p, DTensor) else p
+                loss = loss + (local * factors).sum().float()
+            getattr(self.optimizer, "backward", Tensor.backward)(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        params = self.model.parameters()
+        return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+
+    def masters(self) -> list[Tensor]:
+        """Returns the masters as the state dict has them."""
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict()
+        saved = self.optimizer.state_dict()
+        if isinstance(self.optimizer, FSDPadaptOptimizer):
+            found = [w for group in saved["flat_fp32_weights"].values() for w in group]
+        elif "state" in saved:
+            found = [saved["state"][i]["master_weight"] for i in sorted(saved["state"])]
+        else:
+            names = [name for name, _ in self.model.named_parameters()]
+            found = [saved[f"state.{name}.master_weight"] for name in names]
+        return [(w.to_local() if isinstance(w, DTensor) else w).clone() for w in found]
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_takes_effect_where_it_was_made(write: str, kind: str) -> None:
+    if "DTensor" in kind and write in NOT_ON_DTENSORS:
+        pytest.skip("nothing tells of the change")
+    job, fresh, torchs = Job(kind), Job(kind), Job(kind, torch.float32)
+    for one in (job, fresh, torchs):
+        one.step(3)
+    before, masters = job.weights(), job.masters()
+    for one in (job, torchs):
+        with torch.no_grad():
+            WRITES[write](one.model)
+    written = job.weights()
+    expected = [
+        torch.where(now == old, master, now.float())
+        for now, old, master in zip(written, before, masters, strict=True)
+    ]
+    assert (write == "exchange") == all(map(torch.equal, written, before))
+    assert_same_bits(job.masters(), expected)  # what is saved now fits the weights
+    fresh.optimizer.refresh_masters(
+        from_=dict(zip(fresh.model.parameters(), expected, strict=True))
+    )
+    for one in (job, fresh, torchs):
+        one.step(2)
+    assert_same_bits(job.weights(), fresh.weights())
+    assert_same_bits(job.masters(), fresh.masters())
+    torch.testing.assert_close(
+        [w.float() for w in job.weights()], torchs.weights(), rtol=0.02, atol=0.02
+    )
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_writes_of_the_library_are_no_writes_of_user_code(kind: str) -> None:
+    """Masters are compared with weights where there is no trace of a step of this optimizer, and
+    where user code has written: one weight, once."""
+    job = Job(kind)
+    job.step(2)
+    with counted_calls(torch.ops.aten.where.self) as passes:
+        job.step(2)
+        if kind != "in backward":  # its optimizers are stepped jointly, and saved one by one
+            job.optimizer.load_state_dict(saved_state(job))
+        job.step(2)
+        assert not passes
+        with torch.no_grad():
+            next(job.model.parameters()).add_(1.0)
+        job.step(3)
+        assert len(passes) == 1
+
+
+def saved_state(job: Job) -> Any:
+    if isinstance(job.optimizer, ZeroRedundancyOptimizer):
+        job.optimizer.consolidate_state_dict()
+    return copy.deepcopy(job.optimizer.state_dict())
+
+
+SINGLE = [kind for kind in CLASSES if "container" not in kind and "backward" not in kind]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SINGLE if "DTensor" not in kind])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_an_optimizer_knows_of_writes_before_it(kind: str, copied: Any) -> None:
+    if "ZeRO" in kind and copied is not copy.deepcopy:
+        pytest.skip("cannot be pickled")
+    job = Job(kind)
+    job.step(2)
+    with torch.no_grad():
+        mask(job.model)
+    other = Job(kind)
+    other.model, other.optimizer = copied((job.model, job.optimizer))
+    other.steps = job.steps
+    for one in (job, other):
+        one.step(2)
+    assert_same_bits(other.weights(), job.weights())
+    assert_same_bits(other.masters(), job.masters())
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize("first", ["weights", "optimizer"])
+def test_weights_and_masters_are_loaded_in_either_order(first: str, kind: str) -> None:
+    """Weights that were written after the last step are saved with masters that fit them."""
+    job, resumed = Job(kind), Job(kind)
+    job.step(2)
+    with torch.no_grad():
+        mask(job.model)
+    weights, state = copy.deepcopy(job.model.state_dict()), saved_state(job)
+    resumed.step(1)
+    loads = [
+        lambda: resumed.model.load_state_dict(weights),
+        lambda: resumed.optimizer.load_state_dict(state),
+    ]
+    for load in loads if first == "weights" else loads[::-1]:
+        load()
+    resumed.steps = job.steps
+    for one in (job, resumed):
+        one.step(2)
+    assert_same_bits(resumed.weights(), job.weights())
+    assert_same_bits(resumed.masters(), job.masters())
+
+
+def test_masters_that_exist_before_weights_are_loaded() -> None:
+    """As where a job makes all state first, in order to load into it."""
+    job, fresh = Job("FusedAdamW"), Job("FusedAdamW")
+    job.optimizer.init_state()
+    for one in (job, fresh):
+        load(one.model)
+        one.step(2)
+    assert_same_bits(job.masters(), fresh.masters())
+
+
+def test_offloaded_masters_follow_weights() -> None:
+    """By hand, as frameworks do it: the tensors are replaced, not their memory."""
+    job, stayed = Job("FusedAdamW"), Job("FusedAdamW")
+    for one in (job, stayed):
+        one.step(2)
+        with torch.no_grad():
+            mask(one.model)
+    for entry in job.optimizer.state.values():
+        entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
+    for one in (job, stayed):
+        one.step(2)
+    assert_same_bits(job.masters(), stayed.masters())
