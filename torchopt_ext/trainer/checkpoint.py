@@ -25,7 +25,7 @@ from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
-from torchopt_ext.trainer.checkpoint_files import File, Manifest
+from torchopt_ext.trainer.checkpoint_files import MANIFEST, File, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
 from torchopt_ext.trainer.distributed import DTYPES
@@ -368,9 +368,9 @@ class CheckpointManager:
         if chosen is None:
             return False
         checkpoint, model_only = chosen
-        if self._rank == 0 and not files.has_manifest(checkpoint):
+        if self._rank == 0 and not (checkpoint / MANIFEST).exists():
             text = "%s has no %s: only the lengths of its files were checked"
-            logger.warning(text, checkpoint, files.MANIFEST)
+            logger.warning(text, checkpoint, MANIFEST)
         self._load(checkpoint, model_only)
         if self._rank == 0:
             size = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -383,9 +383,13 @@ class CheckpointManager:
             return self._checked(self.folder / f"step-{step}", step, step == 0)
         refused = []
         found = files.by_preference(self.folder)
-        for candidate in self._everyones(found, "choosing a checkpoint")[0]:
+        listed = [s for s in found if (self.folder / f"step-{s}" / MANIFEST).exists()]
+        found, listed = self._everyones([found, listed], "choosing a checkpoint")[0]
+        for candidate in found:
             checkpoint = self.folder / f"step-{candidate}"
-            problem = self._problem(checkpoint, candidate, candidate == 0, choosing=True)
+            problem = self._problem(checkpoint, candidate, candidate == 0)
+            if not problem and listed and candidate not in listed:
+                problem = f"it lost its {MANIFEST}; checkpoint.load_step loads it"
             if not problem:
                 return checkpoint, candidate == 0
             self._refused.add(candidate)
@@ -414,13 +418,10 @@ class CheckpointManager:
         usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
         return next((step for step in usable if until is None or step <= until), None)
 
-    def _problem(
-        self, checkpoint: Path, step: int | None, model_only: bool, *, choosing: bool = False
-    ) -> str:
+    def _problem(self, checkpoint: Path, step: int | None, model_only: bool) -> str:
         """Describes what is wrong, with the same text on all ranks. Each rank checks some files."""
         try:
             wrong = files.problems(checkpoint, step, self._rank, self._ranks)
-            wrong += files.lost_manifest(checkpoint, step) if choosing and step is not None else []
             if not model_only and files.contents_of(checkpoint) == "model":
                 wrong.append(
                     "it has the model only, from which a job can start by initial_load_path with "
@@ -436,8 +437,7 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path, model_only: bool) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
-        trained = self._states[OPTIMIZER], self._states[LR_SCHEDULER]
-        asked = states_of.settings(*trained)
+        asked = states_of.settings(self._states)
         reader = dcp.Reader(checkpoint)
         with as_config_error(), fail_together(self._group):
             metadata = reader.read_metadata()
@@ -477,7 +477,8 @@ class CheckpointManager:
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
-        replaced = states_of.differences(states_of.settings(*trained), asked)
+        pairs = dict.fromkeys(zip(states_of.settings(self._states), asked, strict=False))
+        replaced = [f"{here} instead of {wanted}" for here, wanted in pairs if here != wanted]
         if self._rank == 0 and replaced:
             text = "The settings of %s are kept, not the configuration's: %s"
             logger.warning(text, checkpoint, states_of.some(replaced))

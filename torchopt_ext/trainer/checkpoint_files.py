@@ -166,9 +166,9 @@ def recover(folder: Path) -> IO[str] | None:
             continue
         final = path.with_suffix("")
         saving = final.with_name(f"{final.name}.saving")
-        if path == saving and has_manifest(path) and not final.exists():
+        if path == saving and (path / MANIFEST).exists() and not final.exists():
             _publish(path, final)  # killed between two renames
-        elif path.suffix == ".replaced" and not (final.exists() or has_manifest(saving)):
+        elif path.suffix == ".replaced" and not (final.exists() or (saving / MANIFEST).exists()):
             os.rename(path, final)
         elif path.is_file():
             path.unlink()
@@ -188,7 +188,7 @@ def steps(folder: Path) -> list[int]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(path.name)
-        if match and ((path / METADATA).exists() or has_manifest(path)):
+        if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
             found.append(int(match[1]))
     return sorted(found, reverse=True)
 
@@ -212,7 +212,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         ValueError: The manifest is damaged.
     """
     path = checkpoint / MANIFEST
-    if not has_manifest(checkpoint):
+    if not path.exists():
         return None
     try:
         body = json.loads(path.read_bytes())
@@ -246,20 +246,6 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
         for name, expected in share(manifest.files, rank, ranks).items()
         if (problem := _file_problem(checkpoint / name, expected))
     ]
-
-
-def has_manifest(checkpoint: Path) -> bool:
-    return (checkpoint / MANIFEST).exists()
-
-
-def lost_manifest(checkpoint: Path, step: int) -> list[str]:
-    """Describes that a checkpoint has no manifest although others in its folder have one."""
-    folder = checkpoint.parent
-    others = (has_manifest(folder / f"step-{other}") for other in steps(folder))
-    if has_manifest(checkpoint) or not any(others):
-        return []
-    way = f"checkpoint.load_step = {step} loads it nevertheless"
-    return [f"it lacks {MANIFEST}, which other checkpoints of the folder have; {way}"]
 
 
 def contents_of(checkpoint: Path) -> str:

@@ -157,24 +157,13 @@ class DataPosition:
         self._dataloader.load_state_dict(found)
 
 
-def settings(optimizers: Any, lr_schedulers: Any) -> dict[str, list[Any]]:
-    """Returns the settings of each parameter group that a checkpoint replaces, by name."""
-    groups = [group for own in getattr(optimizers, "optimizers", ()) for group in own.param_groups]
-    names = ("betas", "eps", "weight_decay")
-    found = {name: [plain(group.get(name)) for group in groups] for name in names}
-    schedulers = getattr(lr_schedulers, "schedulers", ())
-    return {"lr": [plain(lr) for own in schedulers for lr in own.base_lrs]} | found
-
-
-def differences(settings: dict[str, list[Any]], asked: dict[str, list[Any]]) -> list[str]:
-    """Describes settings that are not those that were asked for, each once."""
-    texts = (
-        f"{name} {here} instead of {wanted}"
-        for name, values in settings.items()
-        for here, wanted in zip(values, asked[name], strict=False)
-        if here != wanted
-    )
-    return list(dict.fromkeys(texts))
+def settings(states: Mapping[str, Any]) -> list[str]:
+    """Describes the settings of each parameter group that a checkpoint replaces."""
+    schedulers = getattr(states["lr_scheduler"], "schedulers", ())
+    found = [f"lr {plain(lr)}" for scheduler in schedulers for lr in scheduler.base_lrs]
+    for group in getattr(states["optimizer"], "param_groups", ()):
+        found += [f"{name} {plain(group.get(name))}" for name in ("betas", "eps", "weight_decay")]
+    return found
 
 
 class PeerState:

@@ -93,7 +93,7 @@ def build_text(
         except UnicodeDecodeError as error:
             raise ConfigError(f"data set 'text' reads UTF-8, but {file} is not: {error}") from error
         tokens.append(torch.tensor(tokenizer.encode(text), dtype=torch.int32))
-    return TokenWindows(torch.cat(tokens), training.seq_len, data)
+    return TokenWindows(torch.cat(tokens), training.seq_len)
 
 
 register_dataset("text", build_text)
@@ -249,13 +249,12 @@ class ShuffledDataLoader:
             ended = not self._moved
 
     @cached_property
-    def _crc32(self) -> int | None:
-        files = getattr(self.dataset, "files", None)
-        return files.crc32() if isinstance(files, FileBytes) else None
+    def _crc32(self) -> dict[str, int]:
+        data = self.dataset
+        return {"crc32": data.crc32()} if isinstance(data, TokenWindows) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        known = {} if self._crc32 is None else {"crc32": self._crc32}
-        return {"position": self._batches.state_dict(), **known}
+        return {"position": self._batches.state_dict(), **self._crc32}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Moves to a saved position.
@@ -268,10 +267,10 @@ class ShuffledDataLoader:
                 f"the data loader's state has {sorted(state_dict)}, expected 'position': it was "
                 "saved by a job with another kind of data set"
             )
-        if self._crc32 is not None and state_dict.get("crc32", self._crc32) != self._crc32:
+        if "crc32" in state_dict and not state_dict.items() >= self._crc32.items():
             logger.warning(
-                "The files of the data set have other bytes, or another order, than when the "
-                "checkpoint was saved: samples may come twice in an epoch, or never"
+                "The data set has other bytes, or its files another order, than in the checkpoint: "
+                "samples may come twice in an epoch, or never"
             )
         self._batches.load_state_dict(state_dict["position"])
         self._moved = True

@@ -1,5 +1,6 @@
 """Samples cut from one long text: windows of tokens, and files as one sequence of bytes."""
 
+import ctypes
 import os
 import stat
 import zlib
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_BLOCK, _CHECKED = 1 << 20, 1 << 28
+_BLOCK, _BLOCKS = 1 << 20, 256
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -23,14 +24,18 @@ class TokenWindows(Dataset[Tensor]):
     Args:
         tokens: tokens of any integer type.
         seq_len: number of inputs in a sample.
-        files: the files that the tokens are of, by default the tokens.
     """
 
-    def __init__(
-        self, tokens: "Tensor | FileBytes", seq_len: int, files: "FileBytes | None" = None
-    ) -> None:
+    def __init__(self, tokens: "Tensor | FileBytes", seq_len: int) -> None:
         self._tokens, self.seq_len = tokens, seq_len
-        self.files = tokens if isinstance(tokens, FileBytes) else files
+
+    def crc32(self) -> int:
+        """Returns the CRC-32 of the tokens; of evenly spaced blocks if there are many."""
+        crc = 0
+        for start in range(0, len(self._tokens), max(_BLOCK, len(self._tokens) // _BLOCKS)):
+            block = self._tokens[start : start + _BLOCK].contiguous()
+            crc = zlib.crc32(ctypes.string_at(block.data_ptr(), block.nbytes), crc)
+        return crc
 
     def __len__(self) -> int:
         return len(self._tokens) // (self.seq_len + 1)
@@ -66,19 +71,6 @@ class FileBytes:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
-
-    def crc32(self) -> int:
-        """Returns the CRC-32 of the bytes; of evenly spaced ones beyond 256 MiB."""
-        skipped = max(0, len(self) // _CHECKED - 1) * _BLOCK
-        crc = before = 0
-        for path in self.paths:
-            with path.open("rb", buffering=0) as stream:
-                stream.seek(before)
-                while block := stream.read(_BLOCK):
-                    crc = zlib.crc32(block, crc)
-                    stream.seek(skipped, os.SEEK_CUR)
-                before = max(0, stream.tell() - os.fstat(stream.fileno()).st_size)
-        return crc
 
     def __getitem__(self, span: slice, /) -> Tensor:
         """Returns bytes start to stop: uint8 [stop - start]."""
