@@ -18,7 +18,7 @@ from torchopt_ext.optim.local import (
     local_tensor,
     params_of,
 )
-from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_problem
+from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_of
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.statedict.masters import refresh_stale_elements
@@ -98,11 +98,12 @@ class PlannedStep(Controlled, Optimizer):
         self._mark_control()
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
-        """Raises TypeError unless steps can update the parameter."""
+        """Raises TypeError or ValueError unless steps can update the parameter."""
         rounding = self._options.stochastic_rounding
-        found = param_problem(param) or self._storage.problem(param, rounding)
-        if found or (self._options.numbers_elements and (found := place_problem(param))):
+        if found := param_problem(param) or self._storage.problem(param, rounding):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
+        if self._options.numbers_elements:
+            place_of(0, param, name)
 
     def _mark_weights(self, params: Iterable[Tensor]) -> None:
         """Records that the fp32 masters of these parameters belong to the present weights."""

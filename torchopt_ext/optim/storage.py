@@ -146,31 +146,22 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     return (high + (low << 8 if remainder.dtype == torch.int8 else low)).view(torch.float32)
 
 
-def place_problem(param: Any) -> str | None:
-    """Returns why the elements of a shard cannot be numbered, to follow its name, or None."""
-    if not is_dtensor(param):
-        return None
-    placed = zip(param.placements, param.device_mesh.shape, strict=True)
-    cut = {kind.dim for kind, ranks in placed if ranks > 1 and not kind.is_replicate()}
-    if len(cut - {0}) < 3 and local_tensor(param).is_contiguous():
-        return None
-    return (
-        f"has placements {param.placements} and a shard with strides "
-        f"{local_tensor(param).stride()}: stochastic_rounding= and track='digest' take shards that "
-        "are contiguous and cut in at most two dimensions after the first"
-    )
-
-
-def place_of(index: int, param: Any) -> Place:
+def place_of(index: int, param: Any, name: str | int = "") -> Place:
     """Returns where this rank's shard lies in parameter ``index``.
 
     Raises:
-        ValueError: :func:`place_problem` says why it cannot.
+        ValueError: the shard is cut in three dimensions after the first, or is not contiguous.
     """
     if not is_dtensor(param):
         return index, 0, 0, 0, 0, 0
-    if found := place_problem(param):
-        raise ValueError(f"parameter {index} {found}")
+    placed = zip(param.placements, param.device_mesh.shape, strict=True)
+    cut = {kind.dim for kind, ranks in placed if ranks > 1 and not kind.is_replicate()}
+    if len(cut - {0}) > 2 or not local_tensor(param).is_contiguous():
+        raise ValueError(
+            f"parameter {name or index!r} has placements {param.placements} and a shard with "
+            f"strides {local_tensor(param).stride()}: stochastic_rounding= and track='digest' take "
+            "shards that are contiguous and cut in at most two dimensions after the first"
+        )
     local, offset = local_shape_and_offset(param)
     sizes = list(param.shape)
     inner = [math.prod(sizes[d:]) for d in range(len(sizes) + 1)]  # elements of dimensions d and up
