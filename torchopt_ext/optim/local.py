@@ -68,14 +68,25 @@ def same_placement(a: Any, b: Any) -> bool:
     """Returns whether two tensors lie on the same ranks in the same way; two plain tensors do."""
     if not is_dtensor(a) or not is_dtensor(b):
         return is_dtensor(a) == is_dtensor(b)
-    return bool(a.device_mesh == b.device_mesh and a.placements == b.placements)
+    one, other = a.device_mesh, b.device_mesh
+    same_ranks = one == other or torch.equal(one.mesh, other.mesh)
+    return same_ranks and bool(a.placements == b.placements)
+
+
+def on_mesh_of(value: Any, like: Any) -> Any:
+    """Returns a DTensor on the mesh of ``like`` if that has only another name; others unchanged."""
+    renamed = is_dtensor(value) and value.device_mesh != getattr(like, "device_mesh", None)
+    if not renamed or not same_placement(value, like):
+        return value
+    return as_placed(local_tensor(value), like, None if value.shape == like.shape else value.shape)
 
 
 def placed(tensor: Any) -> str:
     """Returns a text for messages: how a tensor lies on which ranks."""
     if not is_dtensor(tensor):
         return "a plain tensor"
-    return f"placed {tuple(tensor.placements)} over ranks {tensor.device_mesh.mesh.tolist()}"
+    mesh = tensor.device_mesh
+    return f"placed {tuple(tensor.placements)} over ranks {mesh.mesh.tolist()} of {mesh}"
 
 
 SHARDS_ELSEWHERE = (

@@ -235,9 +235,7 @@ def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
         if param is None and len(path) == 1 and key.startswith("state."):
             return None
         if param is not None and name in SCALES and can_quantize(param):
-            scales = scales_like(param)
-            same = scales.shape == like.shape
-            return scales if same else torch.empty(like.shape, dtype=like.dtype)
+            param = scales_like(param)
         if param is None or name == "step" or like.shape != param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return torch.zeros_like(param, dtype=like.dtype)

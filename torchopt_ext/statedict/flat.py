@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.local import on_mesh_of, params_of
 from torchopt_ext.optim.state import drop_replaced
 from torchopt_ext.optim.storage import Storage, is_steppable
 from torchopt_ext.statedict import entries
@@ -77,7 +77,8 @@ def prepare_load(
         for fqn, param in zip(fqns, group["params"], strict=True):
             state = optimizer.state.get(param, {})
             keys = {k: f"state.{fqn}.{k}" for k in ({**state, **BESIDE} if state else {})}
-            entry = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+            found = [(name, key) for name, key in keys.items() if key in state_dict]
+            entry = {name: on_mesh_of(state_dict[key], param) for name, key in found}
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
             # torch saves no state for a parameter that was frozen before its first step.

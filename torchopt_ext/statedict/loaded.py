@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.optim.local import local_tensor, on_mesh_of
 from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
@@ -99,7 +99,7 @@ class Loaded:
         pairs = [*known] if required is not None else []
         for number, (group, own) in pairs:
             if lacking := (_NEEDED & own.keys()) - group.keys():
-                yield f"group {number} {_lacks(lacking, optimizer)}"
+                yield f"group {number} {_lacks(lacking, group, optimizer)}"
         for slot in self.slots:
             for name in required or () if slot.entry else ():
                 if name not in slot.entry:
@@ -119,7 +119,12 @@ class Loaded:
                     yield f"group {number} has amsgrad, which 8-bit moments do not support"
 
 
-def _lacks(names: Iterable[str], optimizer: Any) -> str:
+def _lacks(names: Iterable[str], group: Mapping[str, Any], optimizer: Any) -> str:
+    if group.keys() <= {"params", "param_names"}:  # torch's set_optimizer_state_dict left it so
+        return (
+            "has no options, since its parameters were saved in other groups: build the groups "
+            "that were saved, or save with StateDictOptions(flatten_optimizer_state_dict=True)"
+        )
     kind, lacking = type(optimizer).__name__, ", ".join(sorted(names))
     return f"lacks {lacking}, which {kind} needs: it is another optimizer's"
 
@@ -164,7 +169,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
             # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
-            given = state.get(index, {}).items()
+            given = [(k, on_mesh_of(v, param)) for k, v in state.get(index, {}).items()]
             entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
@@ -235,9 +240,14 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
         }
         own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), dicts)
         optim.load_state_dict({**state_dict, "state": own})
+        for param, entry in optim.state.items():
+            if isinstance(entry, dict):
+                entry.update({k: on_mesh_of(v, param) for k, v in entry.items()})
         for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
             if lacking := (optim.defaults.keys() & before.keys()) - group.keys():
-                raise ValueError(f"group {number} of the state dict {_lacks(lacking, optim)}")
+                raise ValueError(
+                    f"group {number} of the state dict {_lacks(lacking, group, optim)}"
+                )
     except Exception:
         optim.state, optim.param_groups = state, groups
         for group, content in zip(groups, contents, strict=True):

@@ -93,8 +93,10 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     by_row = codes.flatten(1)
     is_root = name == "exp_avg_sq"  # a root's code c stands for c + 1 steps
     for own in _blocks(moment):
-        grouped = _grouped(moment[own].reshape(-1, by_row.shape[1]).float())
-        value = _sqrt(grouped) if is_root else grouped
+        rows = moment[own].reshape(-1, by_row.shape[1]).float()
+        grouped = pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), scales.shape[1], GROUP)
+        # In double: torch's float32 root is not correctly rounded if it comes from MKL.
+        value = grouped.double().sqrt().float() if is_root else grouped
         most = value.abs().amax(-1)
         scale = most / torch.full_like(most, _CODES[name])
         inverse = (1 / scale).clamp(max=2.0**126).unsqueeze(-1)
@@ -124,14 +126,3 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
     """Yields slices of rows that are converted together."""
     step = max(1, _ELEMENTS // max(1, math.prod(tensor.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(tensor), step))
-
-
-def _grouped(rows: Tensor) -> Tensor:
-    """Returns (rows, elements) as (rows, groups, GROUP); zeros fill the last group."""
-    padded = pad(rows, (0, -rows.shape[1] % GROUP))
-    return padded.view(len(rows), padded.shape[1] // GROUP, GROUP)
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Returns the correctly rounded root; torch's float32 root is not, if it comes from MKL."""
-    return x.double().sqrt().float()

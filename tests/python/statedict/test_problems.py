@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
@@ -83,3 +90,63 @@ def test_entries_of_no_known_meaning_are_checked_by_those_held() -> None:
     with pytest.raises(ValueError, match=r"'state\.bias\.mu_product' has shape|is not a number"):
         container.load_state_dict(wrong)
     assert snapshot(container) == before
+
+
+def on_mesh(name: str) -> nn.Module:
+    """A model whose parameters lie on a mesh of two ranks, of which this process is the second."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+    torch.manual_seed(3)
+    model = nn.Linear(6, 4)
+    return distribute_module(model, mesh, lambda _, part, mesh: sharded(part, mesh))
+
+
+def sharded(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, param in [*module.named_parameters()]:
+        shard = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(shard))
+
+
+@pytest.mark.usefixtures("second_of_two_ranks")
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", ["optimizer", "container", "wrapper"])
+def test_state_of_a_mesh_of_another_name_loads(kind: str, base: str) -> None:
+    """The same ranks, such as torchtitan's "fsdp" and "dp_shard"."""
+    model, other = on_mesh("fsdp"), on_mesh("dp_shard")
+    optimizer, loaded = (KINDS[kind](part, BASES[base]) for part in (model, other))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    loaded.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        with torch.no_grad():
+            q.to_local().copy_(p.to_local())
+        p.grad, q.grad = torch.full_like(p, 2.0), torch.full_like(q, 2.0)
+    optimizer.step()
+    loaded.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+    saved = loaded.state_dict()
+    states = (saved.get("base_optim_states") or saved).get("state", saved)
+    entries = [e for v in states.values() for e in (v.values() if isinstance(v, dict) else [v])]
+    names = {e.device_mesh.mesh_dim_names for e in entries if isinstance(e, DTensor)}
+    assert names == {("dp_shard",)}
+
+
+def test_regrouped_state_is_not_another_optimizers(one_rank: Any) -> None:
+    """torch's set_optimizer_state_dict drops the options of parameters that were regrouped."""
+    model = nn.Linear(3, 4)
+    optimizer = FusedAdamW(model.parameters())
+    set_gradients([*model.parameters()])
+    optimizer.step()
+    regrouped = FusedAdamW([{"params": [p]} for p in model.parameters()])
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"group 0 has no options.*build the groups that were"):
+        set_optimizer_state_dict(model, regrouped, saved)
+    regrouped.init_state()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    set_optimizer_state_dict(model, regrouped, saved, options=flat)
+    assert all(
+        torch.equal(optimizer.state[p]["exp_avg"], regrouped.state[p]["exp_avg"])
+        for p in model.parameters()
+    )
