@@ -14,7 +14,8 @@ namespace py = pybind11;
 bool is_read(PyObject* name) {
   static constexpr const char* kNames[] = {
       "step",      "exp_avg",    "exp_avg_sq",       "max_exp_avg_sq",     "master_weight",
-      "remainder", "remainder8", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"};
+      "remainder", "remainder8", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale_v2",
+      "exp_avg_sq_scale_v2"};
   return PyUnicode_Check(name) && std::ranges::any_of(kNames, [name](const char* read) {
            return PyUnicode_CompareWithASCIIString(name, read) == 0;
          });

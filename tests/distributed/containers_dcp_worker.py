@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import run_cases
+from rank_cases import difference, full_tensor, run_cases
 from resharding_worker import Job
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
@@ -27,7 +26,7 @@ folder = Path(sys.argv[1])
 
 
 def gathered_remainders() -> None:
-    """Gathers and saves int16 remainders, which neither gloo nor NCCL sends."""
+    """Gathers and saves int16 remainders, which neither gloo nor NCCL sends, as int32."""
     job, options = Job("fsdp", "remainder"), StateDictOptions(full_state_dict=True)
     for seed in range(2):
         job.step(seed)
@@ -36,9 +35,9 @@ def gathered_remainders() -> None:
     full = get_optimizer_state_dict(part, optimizer, options=options)
     for param, (name, entry) in zip(part.parameters(), full["state"].items(), strict=True):
         shards: Any = optimizer.state[param]["remainder"].to(torch.int32)
-        assert torch.equal(entry["remainder"], shards.full_tensor().to(torch.int16)), name
-        assert entry["remainder"].dtype == torch.int16
-    if dist.get_rank() == 0:  # torch's set_optimizer_state_dict would scatter int16
+        assert torch.equal(entry["remainder"], shards.full_tensor()), name
+        assert entry["remainder"].dtype == torch.int32
+    if dist.get_rank() == 0:
         dcp.save({"optim": full}, checkpoint_id=folder / "full", no_dist=True)
     dist.barrier()
     optimizer.state.clear()
@@ -50,14 +49,17 @@ def gathered_remainders() -> None:
 
 
 def plain_state() -> None:
-    """A sharded job rejects unsharded state."""
-    job = Job("fsdp", "fp32")
-    wrong = {
-        key: value.full_tensor() if isinstance(value, DTensor) else value
-        for key, value in job.optimizer.state_dict().items()
-    }
-    with pytest.raises(ValueError, match="is a plain tensor, its parameter placed"):
-        job.optimizer.load_state_dict(wrong)
+    """A sharded job cuts its shards out of whole state, and rejects other plain tensors."""
+    job, other = Job("fsdp", "fp32"), Job("fsdp", "fp32")
+    job.step(1)
+    saved = job.optimizer.state_dict()
+    whole = {key: full_tensor(value) for key, value in saved.items()}
+    other.optimizer.load_state_dict(whole)
+    found = {key: full_tensor(value) for key, value in other.optimizer.state_dict().items()}
+    assert difference(found, whole) == ""
+    shards = {key: getattr(value, "_local_tensor", value) for key, value in saved.items()}
+    with pytest.raises(ValueError, match=r"has shape .*, expected"):
+        job.optimizer.load_state_dict(shards)
 
 
 def flat_parameters() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.quantized import CODES, CODES_OF, SCALES, can_quantize, scale_shape
 from torchopt_ext.statedict.dcp import load
 
 EIGHT_BITS = {"master_weights": "remainder8", "state_dtype": "int8"}
@@ -178,7 +178,7 @@ def held() -> None:
     """Compares the moments that a rank keeps, and reads from a checkpoint, with the estimate."""
     run = Balanced("nearest", True)
     run.step(1)
-    zero, names = run.optimizer, (*CODES, *SCALES)
+    zero, names = run.optimizer, (*CODES, *CODES_OF, *SCALES)
     states = zero.optim.state.values()
     kept = sum(state[name].nbytes for state in states for name in names if name in state)
     params = [param.detach().to("meta").requires_grad_() for param in zero._all_params]
@@ -188,11 +188,11 @@ def held() -> None:
     expected = estimate(params, **options)[dist.get_rank()].moments  # type: ignore[arg-type]
     buffer, read = zero.checkpoint_buffers([str(number) for number in range(len(params))]), 0
     for number, param in enumerate(params):
-        dtypes: dict[str, Any] = dict.fromkeys(CODES, torch.float32)
+        dtypes: dict[str, Any] = dict.fromkeys(CODES_OF, torch.float32)
         if can_quantize(param) and param is not embedding:
             dtypes = CODES | dict.fromkeys(SCALES, torch.float32)
         for name, dtype in dtypes.items():
-            shape_of = param.shape if name in CODES else scale_shape(param)
+            shape_of = scale_shape(param) if name in SCALES else param.shape
             like = torch.zeros((), dtype=dtype).expand(shape_of)
             own = buffer(("state", str(number), name), like)
             read += sum(shard.nbytes for shard in own.shards) if own is not like else 0

@@ -44,6 +44,8 @@ def worker(
         worker("parallelize", {2: 1}, NEWEST, SLOW, OLD, kind="v-shaped"),
         worker("parallelize", {4: 9}, NEWEST, SLOW, kind="four ranks"),
         worker("quantized", {2: 21, 3: 47}, NEWEST, seconds=250),
+        worker("state_dicts", {2: 5}, NEWEST),
+        worker("state_dicts", {2: 42}, NEWEST, SLOW, kind="complete"),
         worker("step_engine", {2: 42, 4: 8}),
         worker("step_rejection", {2: 79}, NEWEST, seconds=300),
         worker("zero_checkpoint", {1: 14, 4: 8, 3: 8, 2: 29}, NEWEST, seconds=240),

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext._torch import flatten_state_dict
 from torchopt_ext.cli.terminal import CommandError
-from torchopt_ext.optim.quantized import SCALES
+from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import Reader, check_complete, quiet, read
 from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, MOMENTS
@@ -50,7 +50,7 @@ class Entry:
     kind: str
 
 
-_KINDS = {"step", *MOMENTS, *MASTERS, *SCALES}
+_KINDS = {"step", *MOMENTS, *MASTERS, *CODES, *SCALES}
 
 
 def entry_of(key: str, path: KeyPath, optimizers: Set[str]) -> Entry:

@@ -41,7 +41,15 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import params_matching
-from torchopt_ext.optim.quantized import CODES, SCALE, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.quantized import (
+    CODES,
+    CODES_OF,
+    OTHER_FORM,
+    SCALE,
+    SCALES,
+    can_quantize,
+    scale_shape,
+)
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
@@ -196,7 +204,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
             continue
         if options.master_weights is not None and entry.kind in MASTERS:
             continue  # made below
-        if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *SCALES):
+        if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *CODES, *SCALES):
             kept_fp32 = (entry.part, entry.owner) in keep_fp32
             made = moments(source, entry, "float32" if kept_fp32 else options.state_dtype)
         else:
@@ -205,7 +213,11 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
     changes = options.state_dtype is not None or options.master_weights is not None
-    if changes and not options.to_torch and not any(MOMENTS[0] in own for own in owners.values()):
+    if (
+        changes
+        and not options.to_torch
+        and not any(OTHER_FORM.keys() & own.keys() for own in owners.values())
+    ):
         raise CommandError(f"{options.input} has no moments of Adam: there is nothing to convert")
     wanted = KINDS[options.master_weights or "none"]
     if wanted is None:
@@ -213,14 +225,13 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     entries = []
     mixed = any(MASTERS.keys() & own.keys() for own in owners.values())
     for own in owners.values():
-        kinds = [kind for kind in (wanted, *MASTERS, "exp_avg") if kind in own]
-        if not kinds or (kinds == ["exp_avg"] and mixed and not weights.given):
+        kinds = [kind for kind in (wanted, *MASTERS, *OTHER_FORM) if kind in own]
+        if not kinds or (kinds[0] in OTHER_FORM and mixed and not weights.given):
             continue  # not Adam's parameter, or a 32-bit parameter next to 16-bit parameters
         entries.append(own[kinds[0]])
     weights.find(entries, wanted)
     for entry in entries:
-        path = source.paths[entry.key]
-        path = (*path[:-1], str(path[-1]).removesuffix(entry.kind) + wanted)
+        path = named(source, entry, wanted)
         make = functools.partial(weights.as_kind, entry, wanted)
         shape = source.tensors[entry.key].shape
         new[".".join(map(str, path))] = New(path, shape, MASTERS[wanted], make)
@@ -251,6 +262,12 @@ def found_by_name(
     return every
 
 
+def named(source: Checkpoint, entry: Entry, kind: str) -> KeyPath:
+    """Returns the path of an entry of another kind, beside the given entry."""
+    path = source.paths[entry.key]
+    return (*path[:-1], str(path[-1]).removesuffix(entry.kind) + kind)
+
+
 def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
     """Returns a tensor as it is, or rounded to another dtype."""
     shape = source.tensors[entry.key].shape
@@ -264,25 +281,26 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
         CommandError: The moment cannot have this form, or has another format of 8-bit moments.
     """
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
-    coded = kind in CODES and f"{key}{SCALE}" in source.tensors
-    if kind in CODES and like.dtype == CODES[kind] and not coded:
-        raise CommandError(f"{key} is {like.dtype} without {key}{SCALE}: another format's")
-    if wanted == "int8" and kind not in (*CODES, *SCALES):
+    coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
+    without = coded and f"{key.removesuffix(kind)}{moment}{SCALE}" not in source.tensors
+    if without or (kind in CODES_OF and like.dtype in CODES.values()):
+        raise CommandError(f"{key} is {like.dtype} without scales: another format's")
+    if wanted == "int8" and kind not in (*OTHER_FORM, *SCALES):
         raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not support")
     if wanted == "int8" and (coded or kind in SCALES):
         yield kept(source, entry, like.dtype)
     elif wanted == "int8" and quantizes(source, like):
-        path = source.paths[key]
-        yield New(path, like.shape, CODES[kind], lambda: quantize(kind, source.tensor(key))[0])
-        path = (*path[:-1], f"{path[-1]}{SCALE}")
-        shape = scale_shape(like)
+        codes, shape = CODES_OF[kind], scale_shape(like)
+        path = named(source, entry, codes)
+        yield New(path, like.shape, CODES[codes], lambda: quantize(kind, source.tensor(key))[0])
+        path = named(source, entry, kind + SCALE)
         yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
     elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
         dtype = DTYPES.get(wanted, torch.float32) if held or coded else like.dtype
         if coded:
             make = functools.partial(decoded, source, entry, dtype)
-            yield New(source.paths[key], like.shape, dtype, make)
+            yield New(named(source, entry, moment), like.shape, dtype, make)
         else:
             yield kept(source, entry, dtype)
 
@@ -299,8 +317,9 @@ def quantizes(source: Checkpoint, like: Tensor) -> bool:
 
 def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
     """Returns an 8-bit moment as floats."""
-    scales = source.tensor(f"{entry.key}{SCALE}")
-    return dequantize(entry.kind, source.tensor(entry.key), scales).to(dtype)
+    moment = OTHER_FORM[entry.kind]
+    scales = source.tensor(f"{entry.key.removesuffix(entry.kind)}{moment}{SCALE}")
+    return dequantize(moment, source.tensor(entry.key), scales).to(dtype)
 
 
 def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:

@@ -5,8 +5,8 @@ function raises RuntimeError if a rank died or is late.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -118,6 +118,15 @@ def fail_together(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise_together(f"{type(error).__name__}: {error}", group, ValueError)
         raise
     raise_together(None, group, ValueError)
+
+
+@contextmanager
+def fail_together_in(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """As :func:`fail_together` over all ranks of overlapping groups, such as a mesh's."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(fail_together(group))
+        yield
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, what: str) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.optim.quantized import CODES, SCALES, groups_before
+from torchopt_ext.optim.quantized import SCALES, groups_before
 from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -80,8 +80,8 @@ def element_bytes(
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
-    moments = sum(storage.moment_dtype(param, name).itemsize for name in CODES)
-    moments += storage.moment_dtype(param).itemsize if amsgrad else 0
+    moments = sum(dtype.itemsize for dtype in storage.moments(param).values())
+    moments += storage.float_dtype(param).itemsize if amsgrad else 0
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
     update = gradient + weights_moved + 2 * moments

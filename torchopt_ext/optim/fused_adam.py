@@ -24,24 +24,31 @@ from torchopt_ext.optim.arguments import (
     expect_hyperparameters,
     restored_if_raised,
 )
+from torchopt_ext.optim.collective import fail_together_in
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, run_hooks
-from torchopt_ext.optim.local import local_tensor, params_of
+from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
 from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import (
     MASTER,
-    REMAINDER,
     MasterWeights,
     StateDtype,
     Storage,
     with_own_steps,
 )
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.statedict.entries import BESIDE, CONTROL_KEY, MASTERS, control_entry, converted
-from torchopt_ext.statedict.loaded import Loaded, Slot, largest_step, raise_problems, read_indexed
+from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.statedict.loaded import (
+    Loaded,
+    Slot,
+    largest_step,
+    names_params,
+    raise_problems,
+    read_indexed,
+    wholes_problem,
+)
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
 from torchopt_ext.statedict.moments import fit_moments
@@ -77,9 +84,10 @@ class FusedAdam(HookedStep, PlannedStep):
             ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
             bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
         state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
-            weight and the parameter's own dtype without. "int8" means 8 bits each: ``exp_avg`` is
-            int8 and ``exp_avg_sq`` is uint8, with float32 scales for groups of 64 elements of a row
-            in ``exp_avg_scale_v2`` and ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
+            weight and the parameter's own dtype without. "int8" means 8 bits each:
+            ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
+            float32 scales for groups of 64 elements of a row in ``exp_avg_scale_v2`` and
+            ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
             Parameters with one dimension or rows of less than 64 elements keep float32 moments.
         fp32_moments: which other parameters keep float32 moments with ``state_dtype="int8"``, a
             sequence. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if they are
@@ -320,10 +328,10 @@ class FusedAdam(HookedStep, PlannedStep):
                 continue
             if CONTROL_KEY in entry:
                 entry[CONTROL_KEY] = control_entry(self.saved_control())
-            if REMAINDER in entry and is_dtensor(entry[REMAINDER]):
-                from torchopt_ext.optim.gathered import Remainder  # needs torch.distributed.tensor
+            if sharded := {name: value for name, value in entry.items() if is_dtensor(value)}:
+                from torchopt_ext.optim.gathered import Handed  # needs torch.distributed.tensor
 
-                entry[REMAINDER] = Remainder.of(entry[REMAINDER])
+                entry.update({name: Handed.of(value) for name, value in sharded.items()})
         return packed
 
     @run_eagerly
@@ -336,19 +344,37 @@ class FusedAdam(HookedStep, PlannedStep):
         missing, from the parameter's values when the next step begins. Missing counts of a schedule
         are derived from the parameters' steps.
 
+        A whole tensor for a sharded parameter is cut to this rank's shard. If the dict names its
+        parameters, as torch's set_optimizer_state_dict does, ranks that share sharded parameters
+        load together or not at all.
+
         Raises:
             ValueError: groups or entries do not fit this optimizer; the message lists the problems.
         """
-        self.prepare_load(state_dict)()
+        groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
+        with fail_together_in(groups):
+            loaded = self._read(state_dict)
+        differing = wholes_problem(loaded.wholes, groups)
+        with fail_together_in(groups):
+            load = self._checked(loaded, [differing] if differing else [])
+        load()
 
-    @torch.no_grad()
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
+        return self._checked(self._read(state_dict))
+
+    @torch.no_grad()
+    def _read(self, state_dict: dict[str, Any]) -> Loaded:
         self._look_at_new_params()
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
-        loaded.slots = [self._without_own_entries(dequantized(slot)) for slot in loaded.slots]
-        raise_problems(loaded.problems(self))
+        loaded.slots = [*map(dequantized, loaded.slots)]
+        if names_params(state_dict):
+            loaded.slots = [*map(self._without_fillers, loaded.slots)]
+        return loaded
+
+    def _checked(self, loaded: Loaded, problems: Sequence[str] = ()) -> Callable[[], None]:
+        raise_problems([*problems, *loaded.problems(self)])
 
         @torch.no_grad()
         def load() -> None:
@@ -364,9 +390,8 @@ class FusedAdam(HookedStep, PlannedStep):
             counted: the largest step count of a parameter in it, on any rank.
             made: the largest step count of a parameter before, on any rank.
         """
-        # torch's set_optimizer_state_dict takes own masters if a full state dict lacks them: they
-        # follow weights that were loaded before.
-        given = [slot.param for slot in loaded.slots if not self._own(slot, [MASTER])]
+        # A checkpoint that was read into own masters leaves them to follow the weights.
+        given = [slot.param for slot in loaded.slots if not self._is_own(slot, MASTER)]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -379,32 +404,20 @@ class FusedAdam(HookedStep, PlannedStep):
         self.load_control(loaded.control, counted, made)
         self._mark_weights(given)
 
-    def _without_own_entries(self, slot: Slot) -> Slot:
-        """Drops this optimizer's own entries if the slot has others that should replace them.
+    def _without_fillers(self, slot: Slot) -> Slot:
+        """Drops this optimizer's own entries if there are others.
 
-        torch's set_optimizer_state_dict passes in own entries that a full state dict lacks.
+        torch's set_optimizer_state_dict passes in own entries that a whole state dict lacks. All
+        entries are own if a checkpoint was read into them.
         """
-        if BESIDE.keys().isdisjoint(slot.entry):
-            return slot
-        fillers = self._own(slot, MASTERS)
-        if len(MASTERS.keys() & slot.entry.keys()) == len(fillers):
-            fillers = []  # no other entry holds the weight
-        moment = slot.entry.get("exp_avg")
-        if isinstance(moment, Tensor) and moment.is_floating_point():
-            fillers += self._own(slot, SCALES)
-        kept = {name: value for name, value in slot.entry.items() if name not in fillers}
-        return replace(slot, entry=kept)
+        kept = {k: value for k, value in slot.entry.items() if not self._is_own(slot, k)}
+        return replace(slot, entry=kept) if kept.keys() - {"step"} else slot
 
-    def _own(self, slot: Slot, names: Iterable[str]) -> list[str]:
-        """Returns the names whose entries are this optimizer's own tensors."""
-        own, given = self.state.get(slot.param, {}), slot.entry
-        return [
-            name
-            for name in names
-            if isinstance(own.get(name), Tensor)
-            and isinstance(given.get(name), Tensor)
-            and local_tensor(own[name]).data_ptr() == local_tensor(given[name]).data_ptr()
-        ]
+    def _is_own(self, slot: Slot, name: str) -> bool:
+        """Returns whether an entry is this optimizer's own tensor, or a view of it."""
+        value, own = slot.entry.get(name), self.state.get(slot.param, {}).get(name)
+        local = getattr(value, "source", local_tensor(value))  # optim/gathered.py
+        return isinstance(value, Tensor) and local is local_tensor(own)
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
         return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))

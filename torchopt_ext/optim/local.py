@@ -64,6 +64,28 @@ def as_placed(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **sizes)
 
 
+def shard_of(whole: Tensor, like: Any) -> Tensor:
+    """Returns a whole tensor placed as ``like``, a DTensor, without communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = like.device_mesh
+    return distribute_tensor(
+        whole.detach().to(mesh.device_type), mesh, like.placements, src_data_rank=None
+    )
+
+
+def mesh_groups(params: Iterable[Any]) -> list[Any]:
+    """Returns the groups of each mesh dimension of DTensors: agreeing in one after the other makes
+    all ranks of a mesh agree."""
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
+    return [
+        mesh.get_group(d)
+        for mesh in meshes
+        for d in range(mesh.ndim)
+        if mesh.get_coordinate() is not None and mesh.size(d) > 1
+    ]
+
+
 def same_placement(a: Any, b: Any) -> bool:
     """Returns whether two tensors lie on the same ranks in the same way; two plain tensors do."""
     if not is_dtensor(a) or not is_dtensor(b):

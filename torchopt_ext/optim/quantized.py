@@ -12,10 +12,16 @@ from torchopt_ext.optim.local import as_placed, local_tensor
 GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
 
-CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+CODES = {"exp_avg_codes": torch.int8, "exp_avg_sq_codes": torch.uint8}
+"""Entries of a parameter's state that hold codes. Their names are not the moments', so that no
+function of torch takes codes for values: it finds no moment."""
 SCALE = "_scale_v2"
 """The end of scales' names, after the moment's name. The number is the version of the format."""
-SCALES = {name + SCALE: name for name in CODES}
+CODES_OF = dict(zip(("exp_avg", "exp_avg_sq"), CODES, strict=True))
+"""The entry with codes by moment."""
+OTHER_FORM = CODES_OF | {codes: name for name, codes in CODES_OF.items()}
+"""The entry that holds the same moment in the other form, as codes or floats."""
+SCALES = {name + SCALE: name for name in CODES_OF}
 """Entries of a parameter's state that hold float32 scales, and the moments they belong to."""
 CONVERT = "; `python -m torchopt_ext convert` makes float moments of them"
 """The end of messages about 8-bit moments in a checkpoint that cannot be loaded."""

@@ -18,7 +18,7 @@ from torchopt_ext.optim.local import (
     params_of,
     part_of,
 )
-from torchopt_ext.optim.quantized import CODES, SCALES, quantized_problem, scales_like
+from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import SIXTEEN_BIT, Storage, packed_steps, place_of
 from torchopt_ext.optim.telemetry import TRACKED
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
@@ -78,9 +78,12 @@ def drop_replaced(optimizer: Any) -> None:
         )
 
 
-def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the moments of a group's parameters."""
-    return MOMENTS if group["amsgrad"] else MOMENTS[:2]
+def moments_of(
+    group: Mapping[str, Any], param: Tensor, storage: Storage
+) -> Mapping[str, torch.dtype]:
+    """Returns the entries that hold a parameter's moments, with dtypes."""
+    held = storage.moments(param)
+    return held | {MOMENTS[2]: storage.float_dtype(param)} if group["amsgrad"] else held
 
 
 def reject_incomplete(what: str | int, state: Mapping[str, Any]) -> None:
@@ -90,7 +93,7 @@ def reject_incomplete(what: str | int, state: Mapping[str, Any]) -> None:
         ValueError: an entry is missing; the message names the parameter.
     """
     if "step" in state:
-        for name in (*MOMENTS[:2], *SCALES) if has_codes(state) else MOMENTS[:2]:
+        for name in (*CODES, *SCALES) if has_codes(state) else MOMENTS[:2]:
             _entry(name, state, what)
 
 
@@ -124,9 +127,8 @@ def init_param_states(
     small: dict[tuple[str, torch.dtype], list[tuple[Tensor, dict[str, Any]]]] = {}
     for group, param, state in entries:
         lies_with_others = _lies_with_others(param)
-        for moment in moments_of(group):
-            if moment not in state:
-                dtype = storage.moment_dtype(param, moment)
+        for moment, dtype in moments_of(group, param, storage).items():
+            if moment not in state and OTHER_FORM.get(moment) not in state:
                 if lies_with_others:
                     small.setdefault((moment, dtype), []).append((local_tensor(param), state))
                 else:
@@ -183,7 +185,7 @@ def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int
     local, like = local_tensor(value), local_tensor(param)
     # Moments of an optimizer without these arguments keep the dtype that they have.
     chosen = name in MOMENTS and (storage.master_weights or storage.state_dtype)
-    dtype = storage.moment_dtype(param, name) if chosen else local.dtype
+    dtype = storage.float_dtype(param) if chosen else local.dtype
     dense = torch.empty_like(like, memory_format=torch.preserve_format)  # `like` may have gaps
     placed = local.is_contiguous() if name in SCALES else local.stride() == dense.stride()
     if placed and local.device == like.device and local.dtype == dtype:
@@ -227,10 +229,12 @@ def _fit_state(
     fit_master(param, state, storage)
     like = local_tensor(param)
     placing = like.device, like.shape, like.stride()
+    moments = moments_of(group, param, storage)
+    most = MOMENTS[2] if group["amsgrad"] else None
     scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
     held: list[Tensor | None] = [like]
-    for name in (*MOMENTS, storage.master_of(param), *scales):
-        if name is None or (name == MOMENTS[2] and not group["amsgrad"]):
+    for name in (*storage.moments(param), most, storage.master_of(param), *scales):
+        if name is None:
             held.append(None)
             continue
         value = _entry(name, state, what)
@@ -238,7 +242,7 @@ def _fit_state(
             type(value) is not Tensor
             or like is not param
             or value.layout is not torch.strided
-            or value.dtype != (MASTERS.get(name) or storage.moment_dtype(param, name))
+            or value.dtype != (moments.get(name) or MASTERS.get(name))
             or (value.device, value.shape, value.stride()) != placing
         ):
             value = state[name] = _fit(name, value, param, storage, what)

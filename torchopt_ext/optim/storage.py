@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.optim.local import PLAIN, inner_tensors, local_tensor
-from torchopt_ext.optim.quantized import CODES, can_quantize
+from torchopt_ext.optim.quantized import CODES, CODES_OF, can_quantize
 
 MasterWeights = Literal["fp32", "remainder", "remainder8"]
 StateDtype = torch.dtype | Literal["int8"]
@@ -58,9 +58,14 @@ class Storage:
         eight_bits = self.state_dtype == torch.int8 and id(param) not in self.fp32_moments
         return eight_bits and can_quantize(param)
 
-    def moment_dtype(self, param: Tensor, moment: str = "exp_avg") -> torch.dtype:
+    def moments(self, param: Tensor) -> dict[str, torch.dtype]:
+        """Returns the entries that hold a parameter's two moments, with dtypes."""
+        return CODES if self.quantizes(param) else dict.fromkeys(CODES_OF, self.float_dtype(param))
+
+    def float_dtype(self, param: Tensor) -> torch.dtype:
+        """Returns the dtype of a parameter's moments that are not codes."""
         if self.state_dtype == torch.int8:
-            return CODES.get(moment, torch.float32) if self.quantizes(param) else torch.float32
+            return torch.float32
         own = param.dtype if self.master_of(param) is None else torch.float32
         return self.state_dtype or own  # type: ignore[return-value]
 

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import inner_tensors, local_tensor, placed, same_placement
-from torchopt_ext.optim.quantized import CONVERT, SCALES
+from torchopt_ext.optim.local import (
+    PLAIN,
+    inner_tensors,
+    local_tensor,
+    on_mesh_of,
+    placed,
+    same_placement,
+    shard_of,
+)
+from torchopt_ext.optim.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -102,12 +110,17 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
         held: the optimizer's own entry of this name, if any. It tells what is expected if name and
             class do not.
     """
-    if name in SCALES:
+    if name in SCALES or name in CODES:
         return f"belongs to 8-bit moments, which this optimizer cannot read{CONVERT}"
     if required_of(optimizer_class) is not None:
         if name == "step":
             return step_problem(value)
         if name in MASTERS:
+            if isinstance(value, Mapping):
+                return (
+                    "is missing. From a flat dict, torch drops masters of another kind: set the "
+                    "nested dict, or call torchopt_ext.statedict.dcp.load"
+                )
             return tensor_problem(value, param, MASTERS[name])
         if name in SHAPED_LIKE_PARAM and not (name == "momentum_buffer" and value is None):
             return tensor_problem(value, param)
@@ -165,6 +178,25 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     if dtype in REMAINDERS.values() and param.dtype == torch.float16:
         return "completes a bfloat16 parameter, not a float16 one"
     return None
+
+
+def is_whole(name: str, value: Any, param: Tensor) -> bool:
+    """Returns whether an entry is a whole tensor although the parameter is sharded."""
+    if name == "step" or type(value) not in PLAIN or not is_dtensor(param):
+        return False
+    if name in SCALES:  # where a rank's columns end inside a group, scales stay whole
+        return can_quantize(param) and value.shape == scale_shape(param)
+    return bool(value.shape == param.shape)
+
+
+def as_held(name: str, value: Any, param: Tensor) -> Any:
+    """Returns an entry on the parameter's mesh, cut to this rank's shard if it is whole, and a
+    remainder that was gathered as int32 (optim/gathered.py) as int16."""
+    value = shard_of(value, param) if is_whole(name, value, param) else on_mesh_of(value, param)
+    if name == REMAINDER and isinstance(value, Tensor) and value.dtype == torch.int32:
+        narrow = value.to(torch.int16)
+        return narrow if torch.equal(*map(local_tensor, (narrow.int(), value))) else value
+    return value
 
 
 def was_cast(master: Any, param: Tensor) -> bool:
@@ -231,7 +263,7 @@ def converted(
         return copy.deepcopy(value)
     dtype = value.dtype
     if name in MOMENTS:
-        dtype = storage.moment_dtype(param, name)
+        dtype = storage.float_dtype(param)
     elif name in SCALES:
         dtype = torch.float32
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchopt_ext.optim.local import on_mesh_of, params_of
+from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.quantized import OTHER_FORM
 from torchopt_ext.optim.state import drop_replaced
 from torchopt_ext.optim.storage import Storage, is_steppable
 from torchopt_ext.statedict import entries
@@ -76,13 +77,15 @@ def prepare_load(
         fqns = [names[param] for param in group["params"]]
         for fqn, param in zip(fqns, group["params"], strict=True):
             state = optimizer.state.get(param, {})
-            keys = {k: f"state.{fqn}.{k}" for k in ({**state, **BESIDE} if state else {})}
-            found = [(name, key) for name, key in keys.items() if key in state_dict]
-            entry = {name: on_mesh_of(state_dict[key], param) for name, key in found}
+            others = [OTHER_FORM[name] for name in state if name in OTHER_FORM]
+            keys = {k: f"state.{fqn}.{k}" for k in (*state, *others, *BESIDE) if state}
+            given = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+            entry = {name: entries.as_held(name, v, param) for name, v in given.items()}
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
             # torch saves no state for a parameter that was frozen before its first step.
-            may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad or entry else keys
+            may_lack = {*entry, *BESIDE, CONTROL_KEY} if param.requires_grad or entry else {*keys}
+            may_lack.update(others, [OTHER_FORM[name] for name in entry if name in OTHER_FORM])
             missing += [key for name, key in keys.items() if name not in may_lack]
         options.append((group, read_options(group, fqns, state_dict, missing, problems)))
     control = read_control(state_dict)

@@ -11,14 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
+from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.local import local_tensor, on_mesh_of
-from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
     CONTROL_KEY,
     MASTERS,
+    as_held,
     control_fields,
     control_problem,
+    is_whole,
     option_problem,
     problem,
     required_of,
@@ -72,6 +75,7 @@ class Loaded:
         foreign: state that belongs to no parameter, unchanged.
         control: fields of a control block; empty if there are none.
         extra: further top-level entries.
+        wholes: the labels of whole tensors that were cut to this rank's shards.
     """
 
     slots: list[Slot]
@@ -79,6 +83,7 @@ class Loaded:
     foreign: dict[Any, Any] = field(default_factory=dict)
     control: Mapping[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    wholes: list[str] = field(default_factory=list)
 
     @property
     def counted(self) -> float:
@@ -102,7 +107,7 @@ class Loaded:
                 yield f"group {number} {_lacks(lacking, group, optimizer)}"
         for slot in self.slots:
             for name in required or () if slot.entry else ():
-                if name not in slot.entry:
+                if name not in slot.entry and OTHER_FORM.get(name) not in slot.entry:
                     yield f"{slot.called(name)} is missing"
             yield from slot.problems(optimizer)
             for name, value in slot.entry.items() if not parts else ():
@@ -162,15 +167,17 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     others = dict(state_dict)
     state, saved_groups = others.pop("state"), others.pop("param_groups")
     control = others.pop(CONTROL_KEY, {})
-    slots, loaded_groups, cast = [], [], list[Tensor]()
+    slots, loaded_groups, cast, wholes = [], [], list[Tensor](), list[str]()
     memo: dict[int, Any] = {}  # groups share a learning rate, as in torch
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
             # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
-            given = [(k, on_mesh_of(v, param)) for k, v in state.get(index, {}).items()]
-            entry = {k: v for k, v in given if not (isinstance(v, Mapping) and not v)}
+            given = state.get(index, {}).items()
+            given = [(k, v) for k, v in given if k in MASTERS or not isinstance(v, Mapping) or v]
+            wholes += [label.replace("{}", k) for k, v in given if is_whole(k, v, param)]
+            entry = {k: as_held(k, v, param) for k, v in given}
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
             if isinstance(control, Mapping):
@@ -189,7 +196,34 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         )
     known = {index for saved in saved_groups for index in saved["params"]}
     foreign = {key: value for key, value in state.items() if key not in known}
-    return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
+    return Loaded(slots, loaded_groups, foreign, control_fields(control), others, wholes)
+
+
+def names_params(state_dict: Any) -> bool:
+    """Returns whether a state dict names its parameters, as torch's set_optimizer_state_dict does
+    (all ranks call that)."""
+    found = [state_dict.get("state")] if isinstance(state_dict, Mapping) else []
+    if found and isinstance(groups := state_dict.get("param_groups"), list | tuple):
+        found += [group.get("params") for group in groups if isinstance(group, Mapping)]
+    return any(isinstance(key, str) for ids in found if isinstance(ids, Iterable) for key in ids)
+
+
+def wholes_problem(wholes: Sequence[str], groups: Sequence[Any]) -> str | None:
+    """Returns a problem unless all ranks of the groups have the same whole tensors."""
+    mine = set(wholes)
+    lacking, alone = set[str](), set[str]()
+    for group in groups:
+        for text in all_gather_text("\n".join(wholes), group, "comparing state dicts"):
+            lacking |= {*filter(None, text.split("\n"))} - mine
+            alone |= mine - {*text.split("\n")}
+    if not (lacking or alone):
+        return None
+    return (
+        f"only some ranks have {', '.join(sorted(lacking or alone)[:SHOWN])}: with "
+        "broadcast_from_rank0, torch sends only entries that the optimizer keeps. Leave out "
+        "broadcast_from_rank0 and give each rank the dict, or convert it "
+        "(python -m torchopt_ext convert)"
+    )
 
 
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -219,8 +253,8 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         if not isinstance(names, list | tuple) or len(names) != len(ids):
             yield f"group {number} has param_names {names!r:.200} for {len(ids)} parameters"
         for index in ids:
-            if not isinstance(state.get(index, {}), Mapping):
-                yield f"the state of parameter {index} is {state[index]!r:.200}, expected a dict"
+            if not isinstance(found := state.get(index, {}), Mapping):
+                yield f"the state of parameter {index} is {found!r:.200}, expected a dict"
 
 
 def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchopt_ext._C import take_weight
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext.optim.local import as_placed, local_tensor, shard_of
 from torchopt_ext.optim.storage import (
     MASTER,
     SIXTEEN_BIT,
@@ -158,7 +158,7 @@ def read_weights(
             continue
         whole = isinstance(weight, Tensor) and weight.shape == param.shape
         if is_dtensor(param) and not is_dtensor(weight) and whole:
-            weight = _placed_as(weight, param)
+            weight = shard_of(weight, param)
         own = not exact and isinstance(weight, Tensor) and weight.dtype == param.dtype
         if found := tensor_problem(weight, param, param.dtype if own else torch.float32):
             problems.append(f"{what} {found}")
@@ -172,12 +172,3 @@ def read_weights(
         problems.append(f"no parameter's name is among {names[:3]}: build the optimizer with names")
     raise_problems(problems, what="from_")
     return pairs
-
-
-def _placed_as(weight: Tensor, param: Any) -> Tensor:
-    """Returns this rank's shard of a whole tensor, without communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = param.device_mesh
-    whole = weight.detach().to(mesh.device_type)
-    return distribute_tensor(whole, mesh, param.placements, src_data_rank=None)

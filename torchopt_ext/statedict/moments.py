@@ -12,8 +12,10 @@ from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.optim.local import as_placed, local_tensor, placed
 from torchopt_ext.optim.quantized import (
     CODES,
+    CODES_OF,
     CONVERT,
     GROUP,
+    OTHER_FORM,
     SCALES,
     can_quantize,
     scale_shape,
@@ -23,17 +25,16 @@ from torchopt_ext.optim.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
 """Elements that are in memory as float32 at once, at least one row."""
-_DTYPES = frozenset(CODES.values())
-_ANY_SCALE = tuple(f"{name}_scale" for name in CODES)
+_ANY_SCALE = tuple(f"{name}_scale" for name in CODES_OF)
 """How the names of scales begin, in every version of the format."""
+_CODED = CODES.keys() | SCALES.keys()
 _CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
 """Steps of a scale up to the largest magnitude of its group."""
 
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
     """Returns whether a parameter's saved state has 8-bit moments."""
-    found = (getattr(entry.get(name), "dtype", None) for name in CODES)
-    return not (_DTYPES.isdisjoint(found) and SCALES.keys().isdisjoint(entry))
+    return not _CODED.isdisjoint(entry)
 
 
 def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str, str]]:
@@ -60,15 +61,16 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
     """Returns a checked entry with 8-bit moments if ``quantizes``, otherwise with float moments."""
     if not entry or has_codes(entry) == quantizes:
         return entry
-    fitted = {name: value for name, value in entry.items() if name not in SCALES}
+    fitted = {k: value for k, value in entry.items() if k not in SCALES and k not in OTHER_FORM}
     for scale, name in SCALES.items():
         if quantizes:
             codes, scales = quantize(name, local_tensor(entry[name]))
-            fitted[name] = as_placed(codes, param)
+            fitted[CODES_OF[name]] = as_placed(codes, param)
             fitted[scale] = scales_like(param)
             local_tensor(fitted[scale]).copy_(scales)
         else:
-            moment = dequantize(name, local_tensor(entry[name]), *_scales(entry[scale], param))
+            codes, (scales, groups) = entry[CODES_OF[name]], _scales(entry[scale], param)
+            moment = dequantize(name, local_tensor(codes), scales, groups)
             fitted[name] = as_placed(moment, param)
     return fitted
 
@@ -88,7 +90,7 @@ def _scales(scales: Any, param: Any) -> tuple[Tensor, Tensor]:
 
 def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of a moment, as a step stores them but rounded to nearest."""
-    codes = torch.empty(moment.shape, dtype=CODES[name], device=moment.device)
+    codes = torch.empty(moment.shape, dtype=CODES[CODES_OF[name]], device=moment.device)
     scales = torch.empty(scale_shape(moment), dtype=torch.float32, device=moment.device)
     by_row = codes.flatten(1)
     is_root = name == "exp_avg_sq"  # a root's code c stands for c + 1 steps

@@ -70,7 +70,7 @@ class FunctionalFusedAdam:
         params = [param for param, _ in pairs]
         new = [(group, p, self.state.setdefault(p, {})) for p in params if not self.state.get(p)]
         init_param_states(new, Storage())
-        names = ("step", *moments_of(group))
+        names = ("step", *moments_of(group, params[0], Storage()))
         held = {name: [self.state[param][name] for param in params] for name in names}
         ops.adam_(
             [param.detach() for param in params],

@@ -21,7 +21,7 @@ from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.quantized import CODES, can_quantize
-from torchopt_ext.optim.storage import REMAINDER8, Storage
+from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import (
@@ -135,8 +135,8 @@ def _decoded(slot: Slot) -> Slot:
         return slot
     if any(isinstance(value, StateShard) for value in slot.entry.values()):
         raise ValueError(
-            f"{slot.called('exp_avg')} belongs to 8-bit moments, which the parameter cannot have "
-            f"here: consolidate the state dict before"
+            f"{slot.called('exp_avg_codes')} belongs to 8-bit moments, which the parameter cannot "
+            f"have here: consolidate the state dict before"
         )
     return replace(slot, entry=fit_moments(slot.entry, slot.param, quantizes=False))
 
@@ -284,7 +284,7 @@ def buffers(zero: ZeroRedundancyOptimizer, ids: list[str]) -> dcp.Buffers:
             return torch.empty(like.shape, dtype=like.dtype)
         own = [part.of_entry(path[-1]) for part in parts[param]]
         # Codes that the parameter cannot hold are read whole, to be decoded.
-        whole = like.dtype in CODES.values() and path[-1] != REMAINDER8 and not can_quantize(param)
+        whole = path[-1] in CODES and not can_quantize(param)
         if whole or like.shape != own[0].param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return joined(

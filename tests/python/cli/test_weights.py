@@ -153,7 +153,7 @@ def test_fp32_moments_stay_exact(run: Run, fails: Run, tmp_path: Path) -> None:
     run(*command, "--fp32-moments", "tok")
     states = torch.load(tmp_path / "b.pt", weights_only=True)["state"]
     assert states[0]["exp_avg_sq"].equal(optimizer.state[model["tok"].weight]["exp_avg_sq"])
-    assert states[1]["exp_avg"].dtype == torch.int8
+    assert states[1]["exp_avg_codes"].dtype == torch.int8
     assert "embeddings" in run(*command, "--force")
     for chosen, problem in (("none", "no parameter has a name with 'none'"), ("(", "expression")):
         assert problem in fails(*command, "--force", "--fp32-moments", chosen)

@@ -179,6 +179,8 @@ def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | 
 ROLES = {
     "exp_avg": EXP_AVG,
     "exp_avg_sq": EXP_AVG_SQ,
+    "exp_avg_codes": EXP_AVG,
+    "exp_avg_sq_codes": EXP_AVG_SQ,
     "max_exp_avg_sq": MAX_EXP_AVG_SQ,
     "master_weight": MASTER,
     "remainder": MASTER,

@@ -250,7 +250,7 @@ def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) ->
     saved = get_optimizer_state_dict(source, twin, options=options)
     set_optimizer_state_dict(model, ours[0], saved, options=options)
     ours[1].load_state_dict(twin.state_dict())
-    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale_v2"):
+    for name in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale_v2"):
         found, expected = (
             o.state[m.weight][name] for o, m in zip(ours, (model, direct), strict=True)
         )

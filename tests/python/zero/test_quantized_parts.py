@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.quantized import CODES, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.quantized import CODES_OF, SCALES, can_quantize, scale_shape
 from torchopt_ext.statedict.moments import quantize
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.part import Part
@@ -46,7 +46,7 @@ def test_parts_have_the_groups_of_the_whole_each_once(ranks: int) -> None:
             continue
         row = whole[:1].numel()
         cut_in_rows |= {tuple(whole.shape)} if row and part.begin % row else set()
-        for name, scale in zip(CODES, SCALES, strict=True):
+        for name, scale in zip(CODES_OF, SCALES, strict=True):
             values = whole.square() if name == "exp_avg_sq" else whole
             codes, scales = quantize(name, values)
             own_codes, own_scales = quantize(name, part.cut(values))
