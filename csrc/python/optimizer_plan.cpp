@@ -51,6 +51,10 @@ GroupHyper read_group(py::handle group, at::Device device) {
   const py::object lr = group["lr"];
   if (THPVariable_Check(lr.ptr())) {
     hyper.lr = THPVariable_Unpack(lr.ptr());
+    if (c10::isReducedFloatingType(hyper.lr.scalar_type()) ||
+        c10::isIntegralType(hyper.lr.scalar_type(), /*includeBool=*/false)) {
+      hyper.lr = hyper.lr.to(at::kFloat);
+    }
     check_lr(hyper.lr, device);
   } else {
     hyper.adam.lr = number("lr", lr);

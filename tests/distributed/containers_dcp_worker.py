@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def flat_parameters() -> None:
     for call in (container.state_dict, lambda: container.load_state_dict({})):
         with pytest.raises(NotImplementedError, match="fully_shard instead"):
             call()
+    kinds: tuple[dict[str, Any], ...] = (
+        *({"master_weights": kind} for kind in ("remainder", "remainder8")),
+        {"state_dtype": "int8"},
+    )
+    for use_orig_params, options in product((True, False), kinds):
+        own = nn.Linear(64, 64).bfloat16()
+        part = FullyShardedDataParallel(
+            own, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        with pytest.raises(TypeError, match=r"no remainders and no 8-bit moments.*fully_shard"):
+            FusedAdamW(part.parameters(), **options)
 
 
 def missing_key() -> None:

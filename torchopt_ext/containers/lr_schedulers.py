@@ -18,6 +18,7 @@ from torchopt_ext import ops
 from torchopt_ext._torch import set_step_count, step_together
 from torchopt_ext.containers.optimizers import OptimizersContainer, check_compat
 from torchopt_ext.optim.control import DECAY_TYPES
+from torchopt_ext.statedict.entries import plain
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class LRSchedulersContainer(Stateful):
             ValueError: last_epoch is not a number of steps, or base_lrs are not numbers.
             Exception: the factor raises for this step. No error changes anything.
         """
-        last_epoch = state_dict["last_epoch"]
+        last_epoch = plain(state_dict["last_epoch"])
         if not isinstance(last_epoch, int) or isinstance(last_epoch, bool) or last_epoch < 0:
             raise ValueError(f"last_epoch is {last_epoch!r}, expected a number of steps, 0 or more")
         own = [scheduler.base_lrs for scheduler in self.schedulers]

@@ -213,8 +213,12 @@ class Controlled:
             values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
 
-    def load_control(self, control: Mapping[str, float], counted: float, made: float) -> None:
-        """Sets the fields that :meth:`saved_control` returned; a missing field is reset.
+    def control_to_load(
+        self, control: Mapping[str, float], counted: float, made: float
+    ) -> dict[str, float]:
+        """Returns the fields to load, given those that :meth:`saved_control` returned.
+
+        It warns of fields that begin anew, before anything changes: a warning may be an error.
 
         Args:
             control: empty for the state dict of an optimizer that keeps no counts.
@@ -248,6 +252,10 @@ class Controlled:
                     f"with the loss scale {fields['loss_scale']:g}",
                     stacklevel=3,
                 )
+        return fields
+
+    def load_control(self, fields: Mapping[str, float]) -> None:
+        """Sets the result of :meth:`control_to_load`."""
         self._block(self.default_device)  # blocks made later copy the counts of an existing block
         self._write_control(fields)
 

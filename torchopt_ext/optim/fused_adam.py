@@ -3,6 +3,7 @@
 import copy
 import inspect
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -151,8 +152,8 @@ class FusedAdam(HookedStep, PlannedStep):
         bias_correction: bool = True,
     ) -> None:
         expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        if isinstance(lr, Tensor) and lr.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected float32 or float64")
+        if isinstance(lr, Tensor) and (lr.is_complex() or lr.dtype == torch.bool):
+            raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected a real number")
         torchs = Adam(  # checks the arguments, and knows the keys of state dicts
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
@@ -306,6 +307,8 @@ class FusedAdam(HookedStep, PlannedStep):
         for number, (name, param) in enumerate(named, first):
             if param.requires_grad:  # a frozen parameter is checked with its first gradient
                 self._check_param(param, name or number)
+        if found := self._storage.passed_over(p for _, p in named if p.requires_grad):
+            warnings.warn(found, stacklevel=2)
 
     @run_eagerly
     def state_dict(self) -> dict[str, Any]:
@@ -375,20 +378,30 @@ class FusedAdam(HookedStep, PlannedStep):
 
     def _checked(self, loaded: Loaded, problems: Sequence[str] = ()) -> Callable[[], None]:
         raise_problems([*problems, *loaded.problems(self)])
+        made = largest_step(self.state.values())
+        control = self.control_to_load(loaded.control, loaded.counted, made)
 
         @torch.no_grad()
         def load() -> None:
-            self.take_loaded(loaded, loaded.counted, largest_step(self.state.values()))
-            run_hooks(self, "load_state_dict_post")
+            before = vars(self).copy()
+            blocks = [(block, block.clone()) for block, _ in self._blocks.values()]
+            try:
+                self.take_loaded(loaded, control)
+                run_hooks(self, "load_state_dict_post")
+            except BaseException:
+                vars(self).clear()
+                vars(self).update(before)
+                for block, values in blocks:
+                    block.copy_(values)
+                raise
 
         return load
 
-    def take_loaded(self, loaded: Loaded, counted: float, made: float) -> None:
+    def take_loaded(self, loaded: Loaded, control: Mapping[str, float]) -> None:
         """Continues with a state dict that was read and checked.
 
         Args:
-            counted: the largest step count of a parameter in it, on any rank.
-            made: the largest step count of a parameter before, on any rank.
+            control: the result of :meth:`control_to_load`.
         """
         # A checkpoint that was read into own masters leaves them to follow the weights.
         given = [slot.param for slot in loaded.slots if not self._is_own(slot, MASTER)]
@@ -401,7 +414,7 @@ class FusedAdam(HookedStep, PlannedStep):
             if slot.entry
         }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
-        self.load_control(loaded.control, counted, made)
+        self.load_control(control)
         self._mark_weights(given)
 
     def _without_fillers(self, slot: Slot) -> Slot:
@@ -542,6 +555,8 @@ class FusedAdam(HookedStep, PlannedStep):
         """Returns torch's text and the arguments for all groups that are set."""
         given = self._beside_groups().items()
         lines = "".join(f"\n{name}: {value}" for name, value in given if value)
+        if found := self._storage.passed_over(p for p in params_of(self) if p.requires_grad):
+            lines += f"\n{found}"
         return super().__repr__().replace(" (", f" ({lines}", 1)
 
     def keep_masters(self) -> None:

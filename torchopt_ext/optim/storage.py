@@ -1,14 +1,14 @@
 """Which parameters a step can update, how weights and moments are held, and where a shard lies."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchopt_ext._torch import is_dtensor, local_shape_and_offset
+from torchopt_ext._torch import is_dtensor, is_flat, local_shape_and_offset
 from torchopt_ext.optim.local import PLAIN, inner_tensors, local_tensor
 from torchopt_ext.optim.quantized import CODES, CODES_OF, can_quantize
 
@@ -64,6 +64,8 @@ class Storage:
 
     def float_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's moments that are not codes."""
+        if not _narrows(param):
+            return param.dtype
         if self.state_dtype == torch.int8:
             return torch.float32
         own = param.dtype if self.master_of(param) is None else torch.float32
@@ -78,9 +80,29 @@ class Storage:
             )
         if stochastic_rounding and param.dtype == torch.float16 and self.master_weights is None:
             return "has dtype float16; only bfloat16 is rounded stochastically"
-        if self.state_dtype is not None and param.dtype not in (*SIXTEEN_BIT, torch.float32):
-            return f"has dtype {param.dtype}, and so have its moments: no state_dtype"
+        exact = self.state_dtype == torch.int8 or self.master_of(param) in (REMAINDER, REMAINDER8)
+        if exact and is_flat(param):
+            return (
+                "is flattened by FullyShardedDataParallel, whose state dicts hold no remainders "
+                "and no 8-bit moments: shard the model with torch.distributed.fsdp.fully_shard, or "
+                "use master_weights='fp32' and another state_dtype"
+            )
         return None
+
+    def passed_over(self, params: Iterable[Tensor]) -> str | None:
+        """Says to which of the parameters ``state_dtype`` does not apply; None if to all."""
+        found = {str(p.dtype).removeprefix("torch.") for p in params if not _narrows(p)}
+        if self.state_dtype is None or not found:
+            return None
+        return (
+            f"state_dtype does not apply to parameters of {', '.join(sorted(found))}: their "
+            "moments have their dtype"
+        )
+
+
+def _narrows(param: Tensor) -> bool:
+    """Returns whether a parameter's moments may have another dtype than the parameter."""
+    return param.dtype in (*SIXTEEN_BIT, torch.float32)
 
 
 def reject_param(param: Tensor, what: str) -> None:

@@ -133,8 +133,8 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
 
 def step_problem(step: Any) -> str | None:
     """Returns a problem unless ``step`` is a count: a number, or a tensor of one element."""
-    readable = isinstance(step, Tensor) and step.numel() == 1 and not local_tensor(step).is_meta
-    value = step.item() if readable else step
+    meta = isinstance(step, Tensor) and local_tensor(step).is_meta
+    value = step if meta else plain(step)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     counts = number and 0 <= value < 2**53 and value == int(value)
     return None if counts else f"is {step!r}, expected a count of steps"
@@ -196,7 +196,7 @@ def as_held(name: str, value: Any, param: Tensor) -> Any:
     if name == REMAINDER and isinstance(value, Tensor) and value.dtype == torch.int32:
         narrow = value.to(torch.int16)
         return narrow if torch.equal(*map(local_tensor, (narrow.int(), value))) else value
-    return value
+    return plain(value) if type(value).__module__ == "numpy" else value
 
 
 def was_cast(master: Any, param: Tensor) -> bool:
@@ -228,8 +228,13 @@ def option_problem(name: str, value: Any, live: Any) -> str | None:
 
 
 def plain(value: Any, nested: bool = True) -> Any:
-    """Returns a value without tensors: options may be tensors of one element, or lists of them."""
+    """Returns a value without tensors: options may be tensors of one element, or lists of them.
+
+    numpy's numbers, and arrays of one element, become Python's numbers.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
         return value.item()
     if isinstance(value, list | tuple) and nested:
         return tuple(plain(item, nested=False) for item in value)

@@ -7,10 +7,9 @@ The keys are torch's of `flatten_optimizer_state_dict`: `state.{fqn}.{name}` and
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,16 @@ ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
 Names: TypeAlias = Mapping[Tensor, str]
 """The names of optimizers' parameters in their model parts (:func:`complete`)."""
+
+
+class _Writes(NamedTuple):
+    """What a load writes into a parameter's state; a captured graph may read the live tensors."""
+
+    state: dict[str, Any]
+    gone: list[str]
+    copied: list[tuple[Tensor, Tensor]]  # live, new
+    new: dict[str, Any]
+
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"amsgrad", "decoupled_weight_decay", "bias_correction"}
@@ -62,6 +71,7 @@ def get_state_dict(optimizers: Sequence[Any], names: Names) -> dict[str, Any]:
     return flat | {f"{CONTROL_KEY}.{name}": value for name, value in fields.items()}
 
 
+@torch.no_grad()
 def prepare_load(
     optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], names: Names
 ) -> Callable[[], None]:
@@ -91,21 +101,28 @@ def prepare_load(
     control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
-    return partial(_load, optimizers, slots, options, control)
+    counted = largest_step(slot.entry for slot, _ in slots)
+    made = largest_step(state for _, state in slots)
+    controls = [
+        (optimizer, optimizer.control_to_load(control, counted, made))  # type: ignore[attr-defined]
+        for optimizer in optimizers
+        if hasattr(optimizer, "control_to_load")
+    ]
+    return partial(_load, [_writes(*each) for each in slots], options, controls)
 
 
 @torch.no_grad()
 def _load(
-    optimizers: Sequence[Optimizer],
-    slots: Sequence[tuple[Slot, dict[str, Any]]],
+    states: Sequence[_Writes],
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-    control: Any,
+    controls: Sequence[tuple[Any, Mapping[str, float]]],
 ) -> None:
-    made = largest_step(state for _, state in slots)
-    for slot, state in slots:
-        # As the state is: the next step converts it if the parameter's layout has changed.
-        kept = fit_moments(slot.entry, slot.param, has_codes(state))
-        _commit(replace(slot, entry=kept), state)
+    for writes in states:
+        for live, value in writes.copied:
+            live.copy_(value)
+        for name in writes.gone:
+            del writes.state[name]
+        writes.state.update(writes.new)
     for group, found in options:
         for name, value in found.items():
             live = group.get(name)
@@ -116,10 +133,8 @@ def _load(
                     beta.fill_(new)
             else:
                 group[name] = value
-    counted = largest_step(slot.entry for slot, _ in slots)
-    for optimizer in optimizers:
-        if load_control := getattr(optimizer, "load_control", None):
-            load_control(control, counted, made)
+    for optimizer, fields in controls:
+        optimizer.load_control(fields)
 
 
 def read_options(
@@ -140,11 +155,14 @@ def read_options(
     held = {"bias_correction": True, "initial_lr": group.get("lr"), **group}
     for name in [name for name in held if name not in _NOT_LOADED]:
         wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
-        values = {key: plain(state_dict[key]) for key in wanted if key in state_dict}
+        found = [key for key in wanted if key in state_dict]
+        values = {key: plain(state_dict[key]) for key in found}
+        if name == "bias_correction":  # groups without the key have it
+            values = dict.fromkeys(wanted, True) | values
         missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
         problems += _option_problems(name, values, plain(held[name]))
-        if values:
-            options[name] = copy.deepcopy(next(iter(values.values())))
+        if found:
+            options[name] = copy.deepcopy(values[found[0]])
     return options
 
 
@@ -176,20 +194,26 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
             )
 
 
-def _commit(slot: Slot, state: dict[str, Any]) -> None:
-    """Writes a checked entry into the live tensors in place: a captured graph may read them."""
+def _writes(slot: Slot, state: dict[str, Any]) -> _Writes:
+    """Returns what to write for a checked entry."""
+    # As the state is: the next step converts it if the parameter's layout has changed.
+    entry = fit_moments(slot.entry, slot.param, has_codes(state))
     keeps_master = bool(MASTERS.keys() & state.keys())
-    for name in MASTERS.keys() - slot.entry.keys():
-        state.pop(name, None)  # the next step makes it from the other entries (fit_master)
-    for name, value in slot.entry.items():
+    # The next step makes a missing master from the other entries (fit_master).
+    gone = [name for name in MASTERS if name in state and name not in entry]
+    writes = _Writes(state, gone, [], {})
+    for name, value in entry.items():
         live = state.get(name)
         if isinstance(live, Tensor) and isinstance(value, Tensor | int | float):
-            tensor = torch.as_tensor(value, dtype=live.dtype)
-            live.copy_(tensor.reshape(live.shape) if tensor.numel() == 1 else tensor)
+            dtype = value.dtype if isinstance(value, Tensor) else live.dtype
+            tensor = torch.as_tensor(value, dtype=dtype)
+            one = tensor.numel() == 1
+            writes.copied.append((live, tensor.reshape(live.shape) if one else tensor))
         elif not isinstance(value, Tensor):
-            state[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one
+            writes.new[name] = copy.deepcopy(value)  # a number, where the optimizer keeps one
         elif name not in MASTERS or keeps_master:
-            state[name] = entries.converted(name, value, slot.param, Storage())
+            writes.new[name] = entries.converted(name, value, slot.param, Storage())
+    return writes
 
 
 @torch.no_grad()

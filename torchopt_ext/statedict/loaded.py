@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         yield f"it has {len(saved)} parameter groups, expected {len(groups)}"
     for number, (group, own) in enumerate(zip(saved, groups, strict=False)):
         ids = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(ids, list | tuple) or not all(isinstance(i, int | str) for i in ids):
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral | str) for i in ids):
             yield f"group {number} has no list 'params' of indices or names"
             continue
         if len(ids) != len(own["params"]):

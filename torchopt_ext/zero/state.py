@@ -176,9 +176,8 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
     try:
         with fail_together(zero.process_group):
             if is_fused:
-                zero.optim.take_loaded(
-                    Loaded(slots, groups, control=control), max(counted), max(made)
-                )
+                fields = zero.optim.control_to_load(control, max(counted), max(made))
+                zero.optim.take_loaded(Loaded(slots, groups), fields)
             elif hasattr(zero.optim, "load_state_dict"):
                 state = {number: slot.entry for number, slot in enumerate(slots) if slot.entry}
                 local = {"state": state, "param_groups": numbered(groups)}

@@ -536,6 +536,7 @@ def test_a_missing_key_is_named_and_nothing_changes(choice, parts, train, assert
         ((FusedAdamW, {}), (FusedAdam, {}), "decoupled_weight_decay"),
         ((torch.optim.Adam, {}), (torch.optim.AdamW, {}), "decoupled_weight_decay"),
         ((FusedAdam, {"bias_correction": False}), (FusedAdam, {}), "bias_correction"),
+        ((FusedAdam, {}), (FusedAdam, {"bias_correction": False}), "bias_correction"),
     ],
 )
 def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name):

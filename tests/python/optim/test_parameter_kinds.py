@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import state
@@ -181,8 +183,34 @@ def test_complex_gradients_that_are_not_as_their_parameter() -> None:
         with pytest.raises(RuntimeError, match=r"'weight'.*dtype.*expected ComplexFloat"):
             optimizers[0].step()
     assert torch.equal(mine, before)
-    with pytest.raises(TypeError, match=r"complex64.*state_dtype"):
-        OURS["AdamW"]([mine], state_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"])
+def test_state_dtype_applies_where_it_can(dtype: torch.dtype, state_dtype: Any) -> None:
+    """One weight that keeps moments of its own dtype takes the option from no other."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 64, dtype=d)) for d in (torch.float32, dtype)]
+    alone = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    kind = str(dtype).removeprefix("torch.")
+    message = f"state_dtype does not apply to parameters of {kind}: their moments have their dtype"
+    with pytest.warns(UserWarning, match=message):
+        optimizer = FusedAdamW(weights, state_dtype=state_dtype)
+    assert message in repr(optimizer)
+    twins = [FusedAdamW(alone[:1], state_dtype=state_dtype), FusedAdamW(alone[1:])]
+    for one in (optimizer, *twins):
+        for param in (p for group in one.param_groups for p in group["params"]):
+            param.grad = torch.ones_like(param) * 0.5
+        one.step()
+    for weight, other, twin in zip(weights, alone, twins, strict=True):
+        assert torch.equal(weight, other)
+        assert optimizer.state[weight].keys() == twin.state[other].keys()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        late = FusedAdamW(weights[:1], state_dtype=state_dtype)
+        with pytest.raises(UserWarning, match=kind):
+            late.add_param_group({"params": weights[1:]})
+    assert len(late.param_groups) == 1
 
 
 # ---- gradients of 16 bits ------------------------------------------------------------------------

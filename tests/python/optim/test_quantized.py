@@ -292,8 +292,6 @@ def test_which_parameters() -> None:
     assert optimizer.state[own[2]]["exp_avg_sq"].dtype == torch.float32
     assert optimizer.state[own[1]]["exp_avg_sq_scale_v2"].shape == (8, 1)
     assert optimizer.state[own[4]]["exp_avg_scale_v2"].shape == (1, 2)
-    with pytest.raises(TypeError, match="float64"):
-        FusedAdamW(own, state_dtype="int8")
     with pytest.raises(ValueError, match="amsgrad"):
         FusedAdamW(own[:-1], state_dtype="int8", amsgrad=True)
     with pytest.raises(ValueError, match="state_dtype: int4"):
@@ -493,7 +491,7 @@ def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
 
 
 def test_a_layout_that_comes_and_goes() -> None:
-    """Moments follow what the layout can hold; a rejected dtype leaves them unchanged."""
+    """Moments follow what layout and dtype can hold."""
     torch.manual_seed(0)
     module = nn.Conv2d(16, 5, 3, bias=False)
     optimizer = FusedAdamW(module.parameters(), state_dtype="int8")
@@ -507,16 +505,11 @@ def test_a_layout_that_comes_and_goes() -> None:
         state = optimizer.state[module.weight]
         (moment,) = state.keys() & {"exp_avg", "exp_avg_codes"}
         assert (state["step"], state[moment].dtype) == (count, dtype)
-    before = {name: value.clone() for name, value in state.items()}
     module.double()
     module.weight.grad = torch.ones_like(module.weight)
-    with pytest.raises((RuntimeError, ValueError), match="exp_avg"):
-        optimizer.step()
-    assert all(value.equal(before[name]) for name, value in state.items())
-    module.float()
-    module.weight.grad = torch.ones_like(module.weight)
     optimizer.step()
-    assert state["step"] == 4
+    assert (state["step"], state["exp_avg"].dtype) == (4, torch.float64)
+    module.float()
     loaded = FusedAdamW(module.parameters(), state_dtype="int8")
     loaded.load_state_dict(optimizer.state_dict())
 

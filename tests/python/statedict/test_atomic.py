@@ -1,0 +1,209 @@
+"""Loading and construction happen as a whole or not at all, whatever fails and wherever."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
+from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
+
+from ..optim.subject import assert_equal_nested
+
+EIGHT_BITS: dict[str, Any] = {"master_weights": "remainder8", "state_dtype": "int8"}
+Make = Callable[[nn.Module], Any]
+
+
+class Injected(Exception):
+    pass
+
+
+@contextmanager
+def failing_at(call: int) -> Iterator[list[str]]:
+    """Raises Injected in the package's function call of this number; yields the calls made."""
+    calls: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        # Comprehensions and context managers' functions belong to the functions that use them.
+        code = frame.f_code
+        if event == "call" and "torchopt_ext/" in code.co_filename and code.co_name[0] != "<":
+            calls.append(f"{code.co_filename.rpartition('/')[2]}:{code.co_name}")
+            if len(calls) == call:
+                raise Injected(calls[-1])
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield calls
+    finally:
+        sys.settrace(before)
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 2), nn.Linear(3, 2)).bfloat16()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def state_of(optimizer: Any) -> Any:
+    """Returns a copy of all that a load may change."""
+    found = copy.deepcopy(optimizer.state_dict())
+    inner = getattr(optimizer, "optimizers", [optimizer])
+    blocks = [block.clone() for o in inner for block, _ in getattr(o, "_blocks", {}).values()]
+    return found, blocks, [[*o.state] for o in inner], [len(o.param_groups) for o in inner]
+
+
+def fused(model: nn.Module, **options: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(model.parameters(), lr=0.1, **options)
+    optimizer.set_schedule(warmup_steps=2, stable_steps=2, decay_steps=2)
+    return optimizer
+
+
+def container(model: nn.Module, **options: Any) -> OptimizersContainer[Any]:
+    made = OptimizersContainer([model], FusedAdamW, {"lr": 0.1, **options})
+    made.optimizers[0].set_schedule(warmup_steps=2, stable_steps=2, decay_steps=2)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "saved", "kept"),
+    [(fused, {}, EIGHT_BITS), (fused, EIGHT_BITS, {}), (container, EIGHT_BITS, {})],
+)
+def test_a_load_that_fails_anywhere_changes_nothing(make: Any, saved: Any, kept: Any) -> None:
+    model, other = model_of(1), model_of(2)
+    source, target = make(model, **saved), make(other, **kept)
+    train(model, source, 3)
+    train(other, target, 1)
+    given, before = copy.deepcopy(source.state_dict()), state_of(target)
+    for call in range(1, 10_000):
+        try:
+            with failing_at(call) as calls:
+                # A container writes into its live tensors only after all that may fail.
+                load = getattr(target, "prepare_load" if make is container else "load_state_dict")
+                load(given)
+        except Injected as injected:
+            assert_equal_nested(state_of(target), before)
+            where = injected
+            continue
+        assert call > 50, where
+        assert len(calls) == call - 1
+        break
+    target.load_state_dict(given)
+    train(other, target, 1)
+
+
+@pytest.mark.parametrize("make", [fused, container])
+def test_warnings_as_errors_leave_no_half_load(make: Any) -> None:
+    """A dict without counts makes the schedule begin at the parameters' steps, with a warning."""
+    model, other = model_of(1), model_of(2)
+    options = {"lr": 0.1, "master_weights": "fp32"}
+    source = torch.optim.AdamW(model.parameters()) if make is fused else OptimizersContainer(
+        [model], torch.optim.AdamW, {"lr": 0.5}
+    )  # fmt: skip
+    target = make(other, **(options if make is container else {"master_weights": "fp32"}))
+    train(model, source, 5)
+    train(other, target, 1)
+    given, before = source.state_dict(), state_of(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="continue from step 5"):
+            target.load_state_dict(given)
+    assert_equal_nested(state_of(target), before)
+    with pytest.warns(UserWarning, match="continue from step 5"):
+        target.load_state_dict(given)
+
+
+CLASSES: dict[str, Make] = {
+    "FusedAdamW": lambda model: FusedAdamW(
+        [{"params": [*model[0].parameters()]}, {"params": model[1].parameters(), "lr": 0.5}],  # type: ignore[index]
+        **EIGHT_BITS,
+    ),
+    "container": lambda model: OptimizersContainer([model], FusedAdamW, dict(EIGHT_BITS)),
+    "adapted": lambda model: FSDPadaptOptimizer(FusedAdamW(model.parameters())),
+    "schedules": lambda model: LRSchedulersContainer(
+        OptimizersContainer([model], FusedAdamW, {}), lambda step: 1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_constructor_that_fails_anywhere_changes_nothing(kind: str) -> None:
+    model = model_of(1)
+    params = [*model.parameters()]
+    before = [(vars(p).copy(), p.detach().clone(), p.requires_grad) for p in params]
+    for call in range(1, 10_000):
+        try:
+            with failing_at(call):
+                CLASSES[kind](model)
+        except Injected:
+            for p, (attributes, value, requires_grad) in zip(params, before, strict=True):
+                assert vars(p) == attributes and torch.equal(p, value)
+                assert p.requires_grad == requires_grad and not p._backward_hooks
+            continue
+        assert call > 10
+        break
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.array, torch.tensor])
+def test_numbers_of_numpy(number: Any) -> None:
+    """What RLlib makes of a state dict: its counts, options and indices are numpy's (ray#61937)."""
+    model, other, flat = model_of(1), model_of(2), model_of(2)
+    source, target = fused(model), fused(other)
+    train(model, source, 3)
+    given = copy.deepcopy(source.state_dict())
+    for entry in given["state"].values():
+        entry["step"] = number(3)
+    for group in given["param_groups"]:
+        group["lr"] = number(2)
+        group["params"] = [np.int64(index) for index in group["params"]]
+    given["state"] = {np.int64(index): entry for index, entry in given["state"].items()}
+    target.load_state_dict(given)
+    assert all(state["step"] == 3 for state in target.state.values())
+    assert float(target.param_groups[0]["lr"]) == 2
+    train(other, target, 1)
+    named, one = container(flat), container(model_of(1))
+    train(one.model_parts[0], one, 3)
+    given = copy.deepcopy(one.state_dict())
+    given |= {key: number(3) for key in given if key.endswith(".step")}
+    named.load_state_dict(given)
+    assert all(isinstance(s["step"], torch.Tensor) for s in named.optimizers[0].state.values())
+    train(flat, named, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_a_learning_rate_in_a_tensor_of_any_real_dtype(dtype: torch.dtype) -> None:
+    weights = []
+    for lr in (torch.tensor(2, dtype=dtype), 2.0):
+        model = model_of(1)
+        optimizer = FusedAdamW(model.parameters(), lr=lr)
+        train(model, optimizer, 2)
+        weights.append([*model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_numbers_that_are_none_are_rejected() -> None:
+    target = fused(model_of(1))
+    train(model_of(1), target, 0)
+    target.init_state()
+    given = copy.deepcopy(target.state_dict())
+    for wrong in (np.bool_(True), np.array([1, 2]), np.float32("nan"), np.float32(0.5), "3"):
+        given["state"][0]["step"] = wrong
+        with pytest.raises(ValueError, match=r"step of parameter 0 is .*, expected a count"):
+            target.load_state_dict(given)
