@@ -104,7 +104,7 @@ def prepare_load(
     counted = largest_step(slot.entry for slot, _ in slots)
     made = largest_step(state for _, state in slots)
     controls = [
-        (optimizer, optimizer.control_to_load(control, counted, made))  # type: ignore[attr-defined]
+        (optimizer, optimizer.control_to_load(control, counted, made))
         for optimizer in optimizers
         if hasattr(optimizer, "control_to_load")
     ]
@@ -118,8 +118,8 @@ def _load(
     controls: Sequence[tuple[Any, Mapping[str, float]]],
 ) -> None:
     for writes in states:
-        for live, value in writes.copied:
-            live.copy_(value)
+        for tensor, value in writes.copied:
+            tensor.copy_(value)
         for name in writes.gone:
             del writes.state[name]
         writes.state.update(writes.new)

@@ -280,8 +280,6 @@ def test_refused_arguments(name: str) -> None:
             cls([("w", nn.Parameter(torch.zeros(2, dtype=FP16)))], master_weights=kind)
     with pytest.raises(TypeError, match="float16"):
         cls(make_params(SHAPES, FP16), stochastic_rounding=True)
-    with pytest.raises(TypeError, match="float64"):
-        cls(make_params(SHAPES, FP64), state_dtype=FP32)
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
