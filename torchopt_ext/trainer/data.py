@@ -6,7 +6,6 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -248,13 +247,9 @@ class ShuffledDataLoader:
                 yield batch
             ended = not self._moved
 
-    @cached_property
-    def _crc32(self) -> dict[str, int]:
-        data = self.dataset
-        return {"crc32": data.crc32()} if isinstance(data, TokenWindows) else {}
-
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._batches.state_dict(), **self._crc32}
+        crc32 = getattr(self.dataset, "crc32", None)
+        return {"position": self._batches.state_dict(), "crc32": crc32}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Moves to a saved position.
@@ -267,7 +262,7 @@ class ShuffledDataLoader:
                 f"the data loader's state has {sorted(state_dict)}, expected 'position': it was "
                 "saved by a job with another kind of data set"
             )
-        if "crc32" in state_dict and not state_dict.items() >= self._crc32.items():
+        if state_dict.get("crc32", crc32 := getattr(self.dataset, "crc32", None)) != crc32:
             logger.warning(
                 "The data set has other bytes, or its files another order, than in the checkpoint: "
                 "samples may come twice in an epoch, or never"

@@ -6,7 +6,7 @@ import stat
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -29,8 +29,9 @@ class TokenWindows(Dataset[Tensor]):
     def __init__(self, tokens: "Tensor | FileBytes", seq_len: int) -> None:
         self._tokens, self.seq_len = tokens, seq_len
 
+    @cached_property
     def crc32(self) -> int:
-        """Returns the CRC-32 of the tokens; of evenly spaced blocks if there are many."""
+        """The CRC-32 of the tokens; of evenly spaced blocks if there are many."""
         crc = 0
         for start in range(0, len(self._tokens), max(_BLOCK, len(self._tokens) // _BLOCKS)):
             block = self._tokens[start : start + _BLOCK].contiguous()

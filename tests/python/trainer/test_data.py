@@ -212,7 +212,7 @@ def test_long_texts_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, found = torch.zeros(40, dtype=torch.int32), []
     for at in range(40):
         tokens[at] = 1
-        found.append(TokenWindows(tokens, 3).crc32())
+        found.append(TokenWindows(tokens, 3).crc32)
         tokens[at] = 0
     assert len(set(found)) == 1 + 4 * 2
 
@@ -310,7 +310,7 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
 
     with pytest.raises(ValueError, match=r"of 2 data-parallel ranks, expected 'dp_rank_1' of 3"):
         build(job_config, 1, 3).load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"\['position'\] of unknown data-parallel ranks"):
+    with pytest.raises(ValueError, match=r"\['crc32', 'position'\] of unknown data-parallel ranks"):
         build(job_config, 1, 2).load_state_dict(shuffled)
     job_config.training.dataset = "pairs"
     with pytest.raises(ValueError, match=r"expected 'position'"):
