@@ -194,13 +194,17 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         if self._built:
             _reject_group(param_group)
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether backward updates. A gradient scaler has not given its scale then."""
+        return self._backwards is not None
+
     def _unscales(self) -> bool:
-        """Whether `step()` updates. In backward, a scaler has not given its scale yet."""
-        return self._backwards is None
+        return not self.steps_in_backward
 
     @property
     def checks_overflow_in_step(self) -> bool:
-        return self._backwards is None
+        return not self.steps_in_backward
 
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict of OptimizersContainer, or of torchtitan's container in backward.

@@ -140,6 +140,7 @@ class GradScaler(torch.amp.GradScaler):
         else:  # the check of unscale_ counts, even if the gradients have changed since
             found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
             total = torch.stack(found).sum() if found else torch.zeros_like(scale)
+            mine["found_inf_per_device"] = {scale.device: total}
             context = StepContext(found_inf=total, check_overflow=True)
         fused: Any = optimizer
         result = step_in(fused, context, *args[1:], **kwargs)
@@ -156,8 +157,14 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: the parameters do not hold the optimizer's gradients
-                (ZeroRedundancyOptimizer with sharded gradients). Its step unscales them.
+                (ZeroRedundancyOptimizer with sharded gradients). Its step unscales them. Or the
+                optimizer has stepped in backward, with scaled gradients.
         """
+        if self._enabled and getattr(optimizer, "steps_in_backward", False):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} steps in backward, before a gradient scaler can "
+                f"unscale gradients: use no scaler, or an optimizer that updates in step()"
+            )
         if self._enabled and getattr(optimizer, "hides_gradients", False):
             raise RuntimeError(
                 f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
@@ -174,6 +181,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             new_scale: sets the scale to this value instead.
+
+        Raises:
+            AssertionError: no gradient was checked since the last call, as in torch's class.
         """
         if not self._enabled or new_scale is not None:
             super().update(new_scale)
@@ -186,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
             for found_inf in state["found_inf_per_device"].values()
         ]
         if not found:
-            if not states:
+            if not states or any(state["stage"] is OptState.UNSCALED for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._per_optimizer_states = defaultdict(fresh_optimizer_state)
             return  # no step was made, or it raised

@@ -420,6 +420,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         return bool(getattr(self.optim, "checks_overflow_in_step", False))
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether a hook of DDP steps, before a gradient scaler can unscale gradients."""
+        return self._overlap_with_ddp
+
+    @property
     def hides_gradients(self) -> bool:
         """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
         return self.partition.hides_gradients

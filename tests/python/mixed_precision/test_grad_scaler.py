@@ -398,6 +398,17 @@ def test_calls_in_the_wrong_order() -> None:
         scaler.unscale_(optimizer)
 
 
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_update_after_unscale_of_no_gradient(scaler_class: Any) -> None:
+    """Only a step by the scaler would know of overflows."""
+    optimizer, scaler = FusedAdamW(make_params()), scaler_class("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
 def test_a_failed_step_leaves_scaler_and_optimizer_usable() -> None:
     params, plain = make_params(), make_params()
     optimizer, scaler = FusedAdamW(params), scaler_of(GradScaler)
