@@ -36,7 +36,7 @@ from torchopt_ext.optim.local import (
 )
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.state import named_params
-from torchopt_ext.optim.step import accumulated_norm, reject
+from torchopt_ext.optim.step import accumulated_norm, reject, reject_tracing
 from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
 from torchopt_ext.statedict.masters import copy_local_, read_weights
 
@@ -204,6 +204,7 @@ class MasterOptimizer(Controlled):
         """
         agreement, optim = Agreement(), self.optim
         try:
+            reject_tracing()
             table = self._collect()
             self._decide(table, scale, agreement)
             found_inf = None

@@ -7,6 +7,7 @@ from threading import get_ident
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchopt_ext import ops
 from torchopt_ext._torch import allows_mutation, run_eagerly
@@ -40,8 +41,9 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     Raises:
         ValueError: the optimizers' settings differ, or an optimizer is listed twice.
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm
-            (the message names it), or another thread is stepping an optimizer. Nothing is changed,
-            except that parameters without state may have got the state of step 0.
+            (the message names it), another thread is stepping an optimizer, or make_fx or
+            torch.jit.trace records operators. Nothing is changed, except that parameters without
+            state may have got the state of step 0.
     """
     # No torch context managers here: they take a thirtieth of a step over 2,000 small tensors.
     agreement = context.agreement
@@ -49,6 +51,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         _warn_of_fixed_lr(optimizers)
     _begin_use(optimizers)
     try:
+        reject_tracing()
         if allows_mutation():
             show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
@@ -64,6 +67,17 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     if context.agreement is None:
         # Only now: the rank that rejected an earlier step takes part in this one.
         optimizers[0].verdict.check()
+
+
+def reject_tracing() -> None:
+    """Raises RuntimeError if operators are recorded: a step is none, so a replay would lack it."""
+    traced_by_jit = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if traced_by_jit or get_proxy_mode() is not None:
+        raise RuntimeError(
+            "make_fx and torch.jit.trace cannot record the step of this optimizer, so the recorded "
+            "program would not update the weights: trace loss and gradients, and call step() "
+            "outside, or trace torchopt_ext.ops.adam_"
+        )
 
 
 def _warn_of_fixed_lr(optimizers: Sequence[PlannedStep]) -> None:
@@ -148,6 +162,7 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     _begin_use(optimizers)
     built = []
     try:
+        reject_tracing()
         for optimizer in optimizers:
             built.append(optimizer.collect())
         return accumulated_norm(optimizers, context, agreement)

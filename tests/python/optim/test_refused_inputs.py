@@ -256,9 +256,9 @@ def test_blocks_of_another_device_are_refused() -> None:
     before = snapshot(optimizer)
     groups = optimizer.param_groups, optimizer.state
     for call in (
-        lambda: plan.accumulate(0, elsewhere(accumulator), []),
-        lambda: plan.step(*groups, control, elsewhere(accumulator), True, None, None, [], []),
-        lambda: plan.step(*groups, elsewhere(control), accumulator, True, None, None, [], []),
+        lambda: plan.accumulate(0, elsewhere(accumulator)),
+        lambda: plan.step(*groups, control, elsewhere(accumulator), True, None, None),
+        lambda: plan.step(*groups, elsewhere(control), accumulator, True, None, None),
         lambda: plan.update([elsewhere(control)]),
     ):
         plan.collect(*groups)

@@ -15,11 +15,13 @@ import torch._inductor
 from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchopt_ext import FSDPadaptOptimizer, GradScaler
 from torchopt_ext._torch import compiled_autograd
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping
 
 from .subject import OURS, make_params, set_gradients
 
@@ -135,7 +137,7 @@ def test_a_plan_takes_no_pass_without_gradients() -> None:
     plan = optimizer._built[0]
     control, accumulator = optimizer._block(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="have not been collected"):
-        plan.accumulate(0, accumulator, [])
+        plan.accumulate(0, accumulator)
     with pytest.raises(RuntimeError, match="have not been collected"):
         plan.update([control])
 
@@ -364,3 +366,48 @@ def test_compiled_code_calls_backward_and_its_hooks_outside_of_its_graphs(
     assert Path(__file__) in files
     assert not any("torchopt_ext" in file.parts for file in files)
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "over torch's", "in backward", "clipped", "joint"])
+def test_a_traced_step_is_rejected(pre_dispatch: bool, kind: str) -> None:
+    """Its kernels are no operators, so that a replay would train nothing."""
+    model = nn.Linear(4, 3)
+    optimizer: Any
+    if kind == "fused":
+        optimizer = OURS["AdamW"](model.parameters())
+    elif kind == "over torch's":
+        optimizer = FSDPadaptOptimizer(torch.optim.AdamW(model.parameters()))
+    elif kind == "in backward":
+        optimizer = OptimizersInBackwardContainer([model], OURS["AdamW"], {})
+    else:
+        optimizer = OptimizersContainer([model], OURS["AdamW"], {})
+
+    def training(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        if kind == "clipped":
+            defer_clipping(optimizer).clip(1.0)
+        optimizer.step()
+        return loss
+
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="cannot record the step of this optimizer"):
+        make_fx(training, pre_dispatch=pre_dispatch)(torch.ones(2, 4))
+    assert torch.equal(model.weight, before)
+    training(torch.ones(2, 4))
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_step_traced_by_jit_is_rejected() -> None:
+    params = make_params([(3,)])
+    set_gradients(params)
+    optimizer = OURS["AdamW"](params)
+
+    def training(x: torch.Tensor) -> torch.Tensor:
+        optimizer.step()
+        return x + 1
+
+    with pytest.raises(RuntimeError, match="cannot record the step of this optimizer"):
+        torch.jit.trace(training, torch.ones(1))
+    assert not optimizer.state
