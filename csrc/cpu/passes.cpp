@@ -225,6 +225,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   }
 }
 
+void prepare(const WorkList& /*work*/, at::Device /*device*/) {}
+
 void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
   if (decision.skip != 0.0) {
@@ -267,8 +269,9 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 }  // namespace
 
 const Passes& passes() {
-  static constexpr Passes all{sum_of_squares,    clear, accumulator_total, control_update,
-                              loss_scale_update, adam,  scaled_copy,       lr_factors};
+  static constexpr Passes all{
+      sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
+      prepare,        adam,  scaled_copy,       lr_factors};
   return all;
 }
 

@@ -210,15 +210,9 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& ar
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
-          const Traces& traces) {
-  if (work.tensors.empty()) {
-    return;
-  }
-  const c10::cuda::CUDAGuard guard(control.device());
-  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+// Returns the tables with all that adam() needs, so that step counts advance after all allocations.
+CudaTables& adam_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
   CudaTables& tables = tables_of(work, stream);
-  // All allocations come before the step counts advance.
   if (tables.steps.empty()) {
     tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
   }
@@ -228,6 +222,24 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
   if (work.options.track != 0 && tables.first_of_tensor.empty()) {
     tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
   }
+  return tables;
+}
+
+void prepare(const WorkList& work, at::Device device) {
+  if (!work.tensors.empty()) {
+    const c10::cuda::CUDAGuard guard(device);
+    adam_tables(work, at::cuda::getCurrentCUDAStream());
+  }
+}
+
+void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
+          const Traces& traces) {
+  if (work.tensors.empty()) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(control.device());
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  CudaTables& tables = adam_tables(work, stream);
   AdamArgs args{};
   args.tensors = tables.tensors.address<const TensorWork>(stream);
   args.steps = tables.steps.address<TensorStep>(stream);
@@ -286,8 +298,9 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 }  // namespace
 
 const Passes& passes() {
-  static constexpr Passes all{sum_of_squares,    clear, accumulator_total, control_update,
-                              loss_scale_update, adam,  scaled_copy,       lr_factors};
+  static constexpr Passes all{
+      sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
+      prepare,        adam,  scaled_copy,       lr_factors};
   return all;
 }
 

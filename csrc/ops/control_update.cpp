@@ -3,6 +3,7 @@
 #include "ops/operator.h"
 #include "ops/operators.h"
 #include "plan/tensor_checks.h"
+#include "plan/tensor_fields.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {

@@ -2,6 +2,7 @@
 // into the control block, backs it off or grows it by the block's settings, and writes it back.
 #include "ops/operator.h"
 #include "plan/tensor_checks.h"
+#include "plan/tensor_fields.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {

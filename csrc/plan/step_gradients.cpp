@@ -1,4 +1,5 @@
 // A step plan's work in a step: it takes the gradients and runs the two passes.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -179,9 +180,7 @@ void StepPlan::end_update() {
           continue;
         }
         counted[array] = true;
-        if (!tensor->is_inference()) {
-          tensor->bump_version();
-        }
+        bump_version(tensor);
       }
       if (work_.options.write_back_gradients) {
         bump_version(gradients_[i]);
@@ -205,6 +204,8 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
   passes_on(device_).adam(work_, groups, control, traces_);
   for (auto& [i, non_dense] : non_dense_) {
     if (non_dense.param.defined()) {
+      // end_update() counts the change. copy_() would raise for a tensor made in inference mode.
+      const at::AutoDispatchBelowADInplaceOrView uncounted;
       non_dense.param.detach().copy_(non_dense.copy);
     }
   }

@@ -101,6 +101,9 @@ class StepPlan {
   // Drops the gradients. Needs the GIL if they may have Python objects.
   void release();
 
+  // Allocates what update() needs on the device.
+  void prepare() const { passes_on(device_).prepare(work_, device_); }
+
   // Runs pass A.
   void accumulate(const at::Tensor& accumulator, bool normalize);
   void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);

@@ -239,12 +239,6 @@ void check_lr(const at::Tensor& lr, at::Device device) {
               ", or has had its storage freed");
 }
 
-void bump_version(const at::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
 int64_t row_length(const at::Tensor& tensor) {
   const int64_t reals = reals_per_element(tensor);
   if (tensor.dim() == 0 || tensor.numel() == 0) {

@@ -70,9 +70,6 @@ void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
 void check_hyper(const AdamHyper& hyper);
 void check_lr(const at::Tensor& lr, at::Device device);
 
-// Reports an in-place change to autograd, as torch's own operators do.
-void bump_version(const at::Tensor& tensor);
-
 // Returns the length, in real numbers, of the rows that blocks of the sum of squares never cross
 // (docs/numerics.md section 3).
 int64_t row_length(const at::Tensor& tensor);

@@ -29,6 +29,16 @@ inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVer
   return a.enabled() && std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
+// Reports an in-place change to autograd, as torch's own operators do. A tensor made in inference
+// mode has no counter, also if its memory was replaced since (`param.data = ...`), whereupon
+// is_inference() is false.
+inline void bump_version(c10::TensorImpl* tensor) {
+  if (tensor->version_counter().enabled()) {
+    tensor->bump_version();
+  }
+}
+inline void bump_version(const at::Tensor& tensor) { bump_version(tensor.unsafeGetTensorImpl()); }
+
 // Returns the memory of a tensor; null if the tensor has none.
 inline const void* address(const c10::TensorImpl& tensor) {
   const c10::Storage& storage = tensor.unsafe_storage();

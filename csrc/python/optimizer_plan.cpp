@@ -173,6 +173,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     set_pending_gradients(part);
     part.plan.check_gradient_overlap();
     part.plan.renew_copies();
+    part.plan.prepare();
     for (size_t group = 0; group < part.uses_group.size(); ++group) {
       part.hypers.push_back(part.uses_group[group]
                                 ? read_group(param_groups[group], part.plan.device())

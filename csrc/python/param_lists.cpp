@@ -135,7 +135,7 @@ std::vector<size_t> renew_marks(WeightMarks& marks, const py::list& params,
 // Lets autograd notice that each tensor was written to (torch.autograd.graph.increment_version).
 void increment_versions(const py::list& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    torch::autograd::impl::bump_version(tensor_at(tensors, i));
+    bump_version(tensor_at(tensors, i));
   }
 }
 

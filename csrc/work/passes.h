@@ -40,6 +40,9 @@ struct Passes {
   // scale, follows `found_inf`, one float32 or float64 element, and is written back.
   void (*loss_scale_update)(const at::Tensor& control, const at::Tensor& found_inf,
                             const at::Tensor& scale);
+  // Allocates what adam() needs on the device. A step over several lists prepares all of them
+  // before it updates one: a lack of memory then changes nothing.
+  void (*prepare)(const WorkList& work, at::Device device);
   // Pass B: advances step counts and updates every tensor that has a gradient, unless the control
   // block says skip. Fills `traces` if the options ask for it.
   void (*adam)(const WorkList& work, const std::vector<GroupHyper>& groups,

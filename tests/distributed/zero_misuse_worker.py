@@ -464,6 +464,24 @@ def trainers_container_loads_its_shards() -> None:
             containers[0].load_state_dict(wrong)
 
 
+def parameters_made_in_inference_mode() -> None:
+    for partition in BUCKETS:
+        with torch.inference_mode():
+            model = layers(4)
+        for param in model.parameters():
+            param.data = param.detach().clone()
+        twin = layers(4)
+        for each, optimizer in (
+            (model, ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, partition=partition)),
+            (twin, FusedAdamW(twin.parameters())),
+        ):
+            for _ in range(2):
+                for param in each.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+        assert furthest(model, twin) == 0
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -487,6 +505,7 @@ CASES: dict[str, Callable[[], None]] = {
         complex_gradients_are_clipped,
         unequal_arguments,
         trainers_container_loads_its_shards,
+        parameters_made_in_inference_mode,
     )
 }
 

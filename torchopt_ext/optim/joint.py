@@ -124,6 +124,7 @@ class JointStep(PlannedStep):
                 return False
         return True
 
+    @torch.no_grad()
     def _step_jointly(self, positions: Collection[int]) -> None:
         if not positions:
             return
@@ -131,8 +132,9 @@ class JointStep(PlannedStep):
         every = enumerate(zip(self.params, self.optimizers, strict=True))
         # A look-up would create the entry.
         self.state = {p: opt.state[p] for i, (p, opt) in every if opt.state or i in positions}
+        controls = self._controls()  # takes memory: before the update
         fused_step([self])
-        self._tell(positions)
+        self._tell(positions, controls)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the optimizers' groups, or a single group if all are equal: reading a group takes
@@ -154,22 +156,25 @@ class JointStep(PlannedStep):
             }
         return super()._rebuild()
 
-    @torch.no_grad()
-    def _tell(self, positions: Collection[int]) -> None:
+    def _controls(self) -> Tensor:
+        """Returns the optimizers' control blocks, which are made rows of one tensor."""
+        device = self.default_device
+        if self._stacked_controls is None or self._stacked_controls.device != device:
+            with torch.inference_mode(False):
+                self._stacked_controls = torch.stack([o._block(device)[0] for o in self.optimizers])
+            for optimizer, own in zip(self.optimizers, self._stacked_controls, strict=True):
+                optimizer._blocks[device] = own, self._block(device)[1]
+        return self._stacked_controls
+
+    def _tell(self, positions: Collection[int], controls: Tensor) -> None:
         """Records the step in the optimizers' control blocks, and for their schedulers."""
         for i in positions:
             optimizer = self.optimizers[i]
             mark_step_for_schedulers(optimizer)
             optimizer._norm_measured = False
-        device = self.default_device
-        block, accumulator = self._block(device)
-        if self._stacked_controls is None or self._stacked_controls.device != device:
-            with torch.inference_mode(False):
-                self._stacked_controls = torch.stack([o._block(device)[0] for o in self.optimizers])
-            for optimizer, own in zip(self.optimizers, self._stacked_controls, strict=True):
-                optimizer._blocks[device] = own, accumulator
         stepped: Any = slice(None)
         if len(positions) < len(self.optimizers):
-            stepped = moved(torch.tensor([*positions]), device)
-        self._stacked_controls[stepped, _DECISION] = block[_DECISION]
-        self._stacked_controls[stepped, _STEPS] += 1
+            stepped = moved(torch.tensor([*positions]), controls.device)
+        block, _ = self._block(controls.device)
+        controls[stepped, _DECISION] = block[_DECISION]
+        controls[stepped, _STEPS] += 1

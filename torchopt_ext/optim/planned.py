@@ -202,13 +202,16 @@ class PlannedStep(Controlled, Optimizer):
         if built.flattened is not None and self.process_group is None:
             raise ValueError(f"parameter {built.flattened!r} {SHARDS_ELSEWHERE}")
 
-    def update(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
-        """Updates control and runs pass B, given all squares by device (empty without a norm)."""
-        assert self._built is not None, "collect() comes first"
-        plan, parts, *_ = self._built
+    def decide(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
+        """Updates control, given all squares by device (empty without a norm)."""
         self._begin_step(context)
         self.update_control(total, context)
         self._norm_measured = bool(total)
+
+    def update(self) -> None:
+        """Runs pass B, after :meth:`decide`."""
+        assert self._built is not None, "collect() comes first"
+        plan, parts, *_ = self._built
         plan.update([self._block(device)[0] for device, _ in parts])
 
     def _forget_plan(self) -> None:

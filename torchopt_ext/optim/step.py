@@ -140,7 +140,9 @@ def _step_together(
         if total:
             context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
-            optimizer.update(total if measured else {}, context)
+            optimizer.decide(total if measured else {}, context)
+        for optimizer in optimizers:  # only when nothing can fail in another one
+            optimizer.update()
     finally:
         for plan, *_ in built:
             plan.release()

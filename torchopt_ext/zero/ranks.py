@@ -66,7 +66,8 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
     """
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    # Not detach(): torch makes no view of a tensor without a version counter (inference mode).
+    flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 
 

@@ -138,7 +138,7 @@ class WholeTensors:
                 for batch in self._outgoing[rank]:
                     memory = flat_memory(batch[0]) if len(batch) == 1 else None
                     if memory is None:
-                        flat = flatten_dense([p.detach() for p in batch])
+                        flat = flatten_dense([p.data for p in batch])
                         memory = flat.view(torch.uint8)
                         if rank != self.ranks.rank:
                             unpack.append((unflatten_dense(flat, batch), batch))
@@ -146,8 +146,9 @@ class WholeTensors:
                     works.append(work)
             for work in works:
                 wait(work)
-        for packed, params in unpack:
-            torch._foreach_copy_(params, packed)
+        with torch.inference_mode():  # else it raises for parameters that were made in it
+            for packed, params in unpack:
+                torch._foreach_copy_(params, packed)
 
 
 def bucket_of(params: Sequence[Tensor]) -> Tensor:

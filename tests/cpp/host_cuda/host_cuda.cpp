@@ -4,8 +4,10 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
 
 #include "../host_cta.h"
 #include "cpu/float_mode.h"
@@ -21,7 +23,12 @@ namespace torchopt_ext {
 const Passes& cpu::passes() { return cuda::passes(); }
 
 // ---- tables -----------------------------------------------------------------------------------
+// A test may limit the number of further tables.
 void DeviceTable::reserve(size_t bytes) {
+  if (const char* left = std::getenv("HOST_CUDA_TABLES")) {
+    TORCH_CHECK_WITH(OutOfMemoryError, left != std::string("0"), "no memory for a table");
+    setenv("HOST_CUDA_TABLES", std::to_string(std::stoi(left) - 1).c_str(), 1);
+  }
   memory_ = c10::GetCPUAllocator()->allocate(bytes);
   std::memset(memory_.get(), 0xff, bytes);  // NaN, and addresses that cannot be read
 }

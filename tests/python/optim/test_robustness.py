@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchopt_ext import FusedAdamW
-from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import local
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.functional import FunctionalFusedAdamW
 
 
@@ -126,6 +129,44 @@ def test_moment_transposed_in_place_is_put_right() -> None:
     assert torch.equal(param, reference)
 
 
+def made_in_inference_mode(start: Tensor) -> nn.Parameter:
+    """Returns a parameter without a version counter, which is no inference tensor any more."""
+    with torch.inference_mode():
+        param = nn.Parameter(torch.empty_like(start))
+    param.data = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype)
+    param.data.copy_(start)
+    assert not param.is_inference()
+    return param
+
+
+STEPS_OF_ONE: dict[str, Callable[[nn.Parameter], Any]] = {
+    "fused": lambda p: FusedAdamW([p], max_grad_norm=1.0, write_back_gradients=True),
+    "masters": lambda p: FusedAdamW([p], master_weights="fp32"),
+    "over torch's": lambda p: FSDPadaptOptimizer(torch.optim.AdamW([p])),
+    "in backward": lambda p: OptimizersInBackwardContainer([nn.ParameterList([p])], FusedAdamW, {}),
+    "balanced": lambda p: ZeroRedundancyOptimizer([p], FusedAdamW, partition="balanced"),
+    "whole": lambda p: ZeroRedundancyOptimizer([p], FusedAdamW, parameters_as_bucket_view=True),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", STEPS_OF_ONE)
+@pytest.mark.parametrize("dense", [True, False])
+def test_parameters_made_in_inference_mode(kind: str, dense: bool) -> None:
+    dtype = torch.bfloat16 if kind in ("masters", "over torch's") else torch.float32
+    start = torch.ones(8, 8, dtype=dtype)
+    if not dense and kind in ("fused", "masters"):
+        start = torch.ones(8, 16, dtype=dtype)[:, :8]
+    param, reference = made_in_inference_mode(start), nn.Parameter(start.clone())
+    optimizers = [STEPS_OF_ONE[kind](p) for p in (param, reference)]
+    for _ in range(2):
+        for p, optimizer in zip((param, reference), optimizers, strict=True):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert torch.equal(param, reference)
+    assert not torch.equal(param, start)
+
+
 def test_control_may_be_read_in_inference_mode_first() -> None:
     param = nn.Parameter(torch.ones(5))
     optimizer = FusedAdamW([param], max_grad_norm=1.0)
@@ -166,6 +207,32 @@ def test_a_first_step_without_memory_may_be_made_again(monkeypatch: pytest.Monke
     for step in steps:
         step()
     assert optimizer.control.steps == functional.state[weight]["step"] == 1
+
+
+ON_HOST_CUDA = "/host_cuda/" in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not ON_HOST_CUDA, reason="needs make test-host-cuda")
+@pytest.mark.parametrize("norm", [{}, {"max_grad_norm": 1.0}])
+def test_a_device_without_memory_for_one_of_several_plans(norm: dict[str, float]) -> None:
+    for tables in range(20):
+        parts = [nn.Linear(4, 3), nn.Linear(4, 3)]
+        params = [param for part in parts for param in part.parameters()]
+        container = OptimizersContainer(parts, FusedAdamW, {"lr": 0.1, **norm})
+        for part in parts:
+            backward(part)
+        before = [param.detach().clone() for param in params]
+        os.environ["HOST_CUDA_TABLES"] = str(tables)
+        try:
+            container.step()
+        except torch.OutOfMemoryError:
+            assert all(map(torch.equal, params, before))
+            assert not any(state["step"] for state in container.state.values())
+        else:
+            assert tables >= 4
+            return
+        finally:
+            del os.environ["HOST_CUDA_TABLES"]
 
 
 def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
