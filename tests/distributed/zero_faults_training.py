@@ -131,6 +131,10 @@ def hook_over_plain_zero() -> None:
     zero = zero_over(ddp.parameters(), "AdamW")
     with raises(ValueError, "overlap_with_ddp=True"):
         hook_with_zero_step(allreduce_hook, ddp, zero)
+    zero = zero_over(ddp.parameters(), "AdamW", overlap_with_ddp=True)
+    hook_with_zero_step(allreduce_hook, ddp, zero)
+    with raises(ValueError, "a hook already"):
+        hook_with_zero_step(allreduce_hook, DistributedDataParallel(small_model()), zero)
 
 
 # ---- gradient scalers ----------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Cases of test_workers.py: any operations leave a sharded and a plain optimizer the same bits."""
+"""Cases of test_workers.py: any operations leave a sharded and a plain optimizer the same bits.
+
+In every mode, so do any changes around the steps of a training loop, or all ranks raise.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_cases import difference, gathered, run_cases
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 SHAPES: list[tuple[int, ...]] = [(3,), (4, 5), (), (70, 3), (2, 3, 4), (64, 65), (300,)]
 PARTITIONS: dict[str, dict[str, Any]] = {
@@ -111,9 +115,146 @@ def any_operations(seed: int, partition: str, **options: Any) -> None:
             raise AssertionError(f"seed {seed}, {partition}, {options}: {done}") from None
 
 
+# ---- training ------------------------------------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    **PARTITIONS,
+    "hook": PARTITIONS["balanced"],
+    "sharded": {**PARTITIONS["balanced"], "sharded_gradients": True},
+}
+
+
+class Model(nn.Module):
+    """Parameters whose gradients are the tensors given to ``forward``."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
+
+    def forward(self, gradients: list[Tensor | None]) -> Tensor:
+        pairs = zip(self.weights, gradients, strict=True)
+        return torch.stack([(p * g).sum() for p, g in pairs if g is not None]).sum()
+
+
+class Training:
+    """A program that trains a model in a mode, and a twin by the averages of all ranks' gradients.
+
+    Gradients are small integers, so averages over two ranks are exact.
+    """
+
+    def __init__(self, choose: random.Random, mode: str) -> None:
+        self._choose, self._mode = choose, mode
+        values = [torch.randn(shape) for shape in (*SHAPES, *SHAPES[-2:])]
+        self._models = [Model(values) for _ in range(2)]
+        options: dict[str, Any] = {"lr": 0.1, "max_grad_norm": 1.0}
+        zero = ZeroRedundancyOptimizer(
+            self._models[0].parameters(), FusedAdamW, **MODES[mode], **options
+        )
+        self._optimizers = zero, FusedAdamW(self._models[1].parameters(), **options)
+        self.make_ddp()
+
+    def _draw(self, param: Tensor) -> Tensor:
+        return torch.randint(-4, 5, param.shape).float()
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def _backward(self) -> None:
+        """Gradients of ranks differ where the program or DDP is to average them."""
+        gradients: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
+        for number, param in enumerate(self._models[1].weights):
+            used = param.requires_grad and (number == 0 or self._choose.random() < 0.9)
+            common, known = self._draw(param), self._mode == "sharded" or number in self._known
+            for rank, of_rank in enumerate(gradients):
+                sign = known * (1 - 2 * (rank % 2))
+                of_rank.append(common + sign if used else None)
+        self._run(gradients[dist.get_rank()]).backward()
+        for of_rank in gradients:
+            (self._models[1](of_rank) / len(gradients)).backward()
+
+    def _step(self) -> None:
+        """Steps both. If the mode cannot, all ranks raise, and nothing is changed."""
+        before, error = [p.detach().clone() for p in self._models[0].parameters()], ""
+        try:
+            self._optimizers[0].step()
+        except RuntimeError as problem:
+            error = str(problem)
+        assert len({bool(e) for e in gathered(error)}) == 1, error
+        if error:
+            assert "p.grad" in error, error
+            assert not difference([p.detach() for p in self._models[0].parameters()], before)
+        else:
+            self._optimizers[1].step()
+        self._zero_grad()
+
+    def train(self) -> None:
+        for _ in range(self._choose.randint(1, 2)):
+            self._backward()
+        self._step()
+
+    def set_gradients(self) -> None:
+        if self._choose.random() < 0.3:
+            self._backward()
+        for param, plain in zip(*(model.weights for model in self._models), strict=True):
+            if plain.requires_grad:
+                plain.grad = self._draw(plain)
+                param.grad = plain.grad.clone()
+        self._step()
+
+    def make_ddp(self) -> None:
+        self._known = {n for n, p in enumerate(self._models[0].weights) if p.requires_grad}
+        self._run: nn.Module = self._models[0]
+        if self._mode != "sharded":
+            view = self._choose.random() < 0.5
+            self._run = ddp = DDP(self._run, None, gradient_as_bucket_view=view,
+                                  find_unused_parameters=True)  # fmt: skip
+            if self._mode == "hook":
+                ddp.register_comm_hook(None, reduce_scatter_hook(self._optimizers[0]))
+
+    def freeze_or_unfreeze(self) -> None:
+        number = self._choose.randrange(1, len(self._models[0].weights))
+        for model in self._models:
+            model.weights[number].requires_grad_(not model.weights[number].requires_grad)
+
+    def add_group(self) -> None:
+        value = torch.randn(self._choose.choice(SHAPES))
+        for model, optimizer in zip(self._models, self._optimizers, strict=True):
+            model.weights.append(nn.Parameter(value.clone()))
+            optimizer.add_param_group({"params": [model.weights[-1]], "weight_decay": 0.3})
+
+    def replace_memory(self) -> None:
+        one, other = self._choose.sample(range(len(self._models[0].weights)), 2)
+        exchanges = len({self._models[0].weights[n].shape for n in (one, other)}) == 1
+        for model in self._models:
+            p, q = model.weights[one], model.weights[other]
+            p.data, q.data = (q.data, p.data) if exchanges else (p.data * 0.5, q.data)
+
+    def check(self) -> None:
+        for param, plain in zip(*(model.weights for model in self._models), strict=True):
+            assert not difference(param.detach(), plain.detach())
+
+
+def any_training(seed: int, mode: str) -> None:
+    torch.manual_seed(seed)
+    training, choose = Training(random.Random(seed), mode), random.Random(seed)
+    others = [name for name in vars(Training) if not name.startswith("_") and name != "check"]
+    done = []
+    for _ in range(30):
+        done.append(choose.choice(["train", choose.choice(others)]))
+        try:
+            getattr(training, done[-1])()
+            training.check()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {mode}: {done}") from error
+
+
 def cases() -> dict[str, Callable[[], None]]:
     masters = [{}, {"master_weights": "fp32"}, {"master_weights": "remainder"}]
-    return {
+    found = {
+        f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(6)
+    }
+    return found | {
         f"{partition} {seed}": partial(
             any_operations, seed, partition, **masters[seed % 3],
             max_grad_norm=1.0, skip_nonfinite=True, lr=0.01, amsgrad=seed % 2 == 1,

@@ -113,7 +113,7 @@ class BalancedBuckets:
                     self.reducer.bucket_of[param] = bucket
         self.mine.append([tensor for param in params for tensor in own[param]])
         self._laid = list(self.reducer.bucket_of)
-        self._places = _C.addresses(self._laid)
+        self._places = b""  # unknown: the next step looks at all
 
     def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Part]:
         """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""

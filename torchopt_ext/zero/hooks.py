@@ -50,10 +50,12 @@ def hook_with_zero_step(
         A communication hook for ``ddp.register_comm_hook``.
 
     Raises:
-        ValueError: ``zero`` was built without ``overlap_with_ddp=True``.
+        ValueError: ``zero`` was built without ``overlap_with_ddp=True``, or has such a hook.
     """
     if not zero._overlap_with_ddp:
         raise ValueError("this hook needs a ZeroRedundancyOptimizer with overlap_with_ddp=True")
+    if zero._steps_by_group_rank:
+        raise ValueError("the optimizer steps by a hook already: build one for each DDP instance")
     # The pass in which DDP has its final buckets, counted over passes that call the hook. A rank
     # out of data (Join) makes them, too, but does not learn from DDP that buckets have changed.
     final = 3 if ddp.static_graph else 1 if ddp.find_unused_parameters else 2
