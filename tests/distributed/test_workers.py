@@ -52,8 +52,8 @@ def worker(
         worker("zero_exchange", {3: 30}, NEWEST),
         worker("zero_faults", {2: 174, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
-        worker("zero_misuse", {2: 20}),
-        worker("zero_random", {2: 18}),
+        worker("zero_misuse", {2: 21}),
+        worker("zero_random", {2: 48}),
     ],
 )
 def test_all_cases_pass(

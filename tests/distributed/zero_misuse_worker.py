@@ -212,6 +212,23 @@ def torchs_hook_in_a_subgroup() -> None:
         zero._init_zero_for_overlap()
 
 
+def without_a_group() -> None:
+    """Uses an optimizer after its group was destroyed, and builds one on a rank outside."""
+    model, group, first = layers(4), dist.new_group(), dist.new_group([0])
+    zero = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, process_group=group)
+    plain = FusedAdamW(model.parameters(), process_group=group, max_grad_norm=1.0)
+    model(torch.ones(2, 70)).sum().backward()
+    dist.destroy_process_group(group)
+    for call in (zero.step, zero.consolidate_state_dict, plain.step):
+        with pytest.raises(RuntimeError, match="the process group was destroyed"):
+            call()
+    assert furthest(model, layers(4)) == 0
+    outside = pytest.raises((TypeError, ValueError), match=r"rank 1 is not in|has this rank")
+    for build in (ZeroRedundancyOptimizer, lambda *args, **options: FusedAdamW(args[0], **options)):
+        with outside if dist.get_rank() else nullcontext():
+            build(layers(1).parameters(), FusedAdamW, process_group=first)
+
+
 def second_optimizer() -> None:
     """A rejected optimizer leaves no hooks. A second optimizer of the same parameters raises."""
     model = layers(4)
@@ -494,6 +511,7 @@ CASES: dict[str, Callable[[], None]] = {
         clipped_copies,
         foreign_state,
         torchs_hook_in_a_subgroup,
+        without_a_group,
         second_optimizer,
         load_refused_on_one_rank,
         group_refused,

@@ -107,5 +107,6 @@ def expect_group(process_group: Any) -> None:
     if process_group is None or isinstance(process_group, torch.distributed.ProcessGroup):
         return
     raise TypeError(
-        f"process_group is {process_group!r:.200}, expected a torch.distributed.ProcessGroup"
+        f"process_group is {process_group!r:.200}, expected a torch.distributed.ProcessGroup that "
+        f"has this rank"
     )

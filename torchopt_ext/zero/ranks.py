@@ -38,7 +38,12 @@ class Ranks:
     @classmethod
     def of(cls, group: Any, timeout: timedelta | None = None) -> "Ranks":
         group = dist.group.WORLD if group is None else group
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), timeout)
+        if (rank := dist.get_rank(group)) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group: build the optimizer on the "
+                f"ranks that new_group was given, and train with it only there"
+            )
+        return cls(group, rank, dist.get_world_size(group), timeout)
 
     def __deepcopy__(self, memo: Any) -> "Ranks":
         return self
