@@ -157,7 +157,8 @@ def check_fp32_moments() -> None:
         optimizers = builder([model], ConfigManager().parse_args(arguments).optimizer, ONE_PROCESS)
         (model(torch.tensor([1])).sum() + model.x.sum()).backward()
         optimizers.step()
-        assert optimizers.state[model[0].weight]["exp_avg"].dtype == expected
+        state = optimizers.state[model[0].weight]
+        assert state.get("exp_avg", state.get("exp_avg_codes")).dtype == expected
 
 
 def check_an_option_without_effect() -> None:
