@@ -336,7 +336,7 @@ def test_the_garbage_collector_sees_what_a_plan_owns() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda optimizer, param: optimizer.param_groups[0].update(lr=torch.tensor(1)),
+        lambda optimizer, param: optimizer.param_groups[0].update(lr=torch.ones(2)),
         lambda optimizer, param: optimizer.state[param]["step"].fill_(float("nan")),
         lambda optimizer, param: param.grad.untyped_storage().resize_(0),
     ],
