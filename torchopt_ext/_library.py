@@ -5,8 +5,9 @@ version, loading them would fail with an undefined symbol, or a later call would
 """
 
 import importlib
+import shlex
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def mismatch(
         same = same and built_cuda.split(".")[0] == (torch_cuda or "").split(".")[0]
     if same:
         return None
-    return (
-        f"torchopt_ext was built against {built}, but {running} is running; "
-        f"rebuild it in its source directory with: {_REBUILD}"
-    )
+    return f"torchopt_ext was built against {built}, but {running} is running"
 
 
 def _find() -> None:
@@ -69,8 +67,19 @@ def _load() -> Any:
     _find()
     info: Any = importlib.import_module("torchopt_ext._build_info")
     reason = mismatch(info.TORCH_VERSION, info.CUDA_VERSION, torch.__version__, torch.version.cuda)
+    folder = Path(info.__file__).parent
+    if reason is None and not any((folder / f"_C{end}").exists() for end in EXTENSION_SUFFIXES):
+        reason = f"torchopt_ext was not built for this Python, {sys.implementation.cache_tag}"
     if reason is not None:
-        raise ImportError(reason)
+        way = f"rebuild it in its source directory with: {_REBUILD}"
+        if (folder.parent / "setup.py").exists():
+            left = map(str, (*folder.glob("_C.*.so"), folder / "_build_info.py", folder / "lib"))
+            way = (
+                "pip install -e . left its libraries beside the sources, where they come before an "
+                f"installed package: remove them with rm -r {shlex.join(left)}, or build them "
+                "again with pip install --no-build-isolation -e ."
+            )
+        raise ImportError(f"{reason}; {way}")
     importlib.import_module("torchopt_ext._C")  # loads lib/libtorchopt_ext.so, the operators
     return info
 

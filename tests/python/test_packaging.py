@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ class TestVersionCheck:
         message = str(caught.value)
         assert f"built against torch {_build_info.TORCH_VERSION}" in message
         assert "torch 2.10.1+cpu" in message
-        assert "pip install --no-build-isolation --force-reinstall" in message
+        assert "pip install --no-build-isolation" in message
         assert "\n" not in message
 
     def test_another_patch_of_the_minor_is_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,13 +66,15 @@ class TestVersionCheck:
 
 
 FROM_A_CLONE = """
-import os, pathlib, re, sys, torch
+import importlib, os, pathlib, re, subprocess, sys, torch
 
 def fails():
     try:
         import torchopt_ext
     except ImportError as error:
         print(error)
+    sys.modules.pop("torchopt_ext._build_info", None)
+    importlib.invalidate_caches()
 
 sys.dont_write_bytecode = True  # it would stand for a file that changes within the second
 path, init = sys.path, pathlib.Path("torchopt_ext/__init__.py")
@@ -82,6 +85,14 @@ sys.path = path
 init.write_text(re.sub('__version__ = ".*"', '__version__ = "0.0.7"', text))
 fails()
 init.write_text(text)
+pathlib.Path("setup.py").touch()
+os.mkdir("torchopt_ext/lib")
+pathlib.Path("torchopt_ext/_C.cpython-30-x86_64-linux-gnu.so").touch()
+for version in "2.1.0", torch.__version__:
+    info = f"TORCH_VERSION, CUDA_VERSION = '{version}', None"
+    pathlib.Path("torchopt_ext/_build_info.py").write_text(info)
+    fails()
+subprocess.run(["sh", "-c", sys.argv[2]], check=True)
 model, data, loss = torch.nn.Linear(2, 2), [torch.ones(2)], lambda model, batch: model(batch).sum()
 exec(sys.argv[1])
 import torchopt_ext.ops
@@ -91,15 +102,27 @@ print(torchopt_ext.ops.__file__)
 
 @pytest.mark.newest_torch
 def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
-    """The clone's sources run with the installed libraries, or the message says how to build."""
+    """The clone's sources run with the installed libraries, or the message says how to build.
+
+    Libraries that an earlier ``pip install -e .`` left beside the sources come first. The message
+    about those that do not fit has the command that removes them.
+    """
     clone = Path(__file__).parents[2]
     built = shutil.ignore_patterns("_build_info.py", "*.so", "lib", "__pycache__")
     shutil.copytree(clone / "torchopt_ext", tmp_path / "torchopt_ext", ignore=built)
     snippet = (clone / "README.md").read_text().split("```")[1].removeprefix("python")
-    none, other, norm, file = run(FROM_A_CLONE, snippet, cwd=tmp_path)
+    left = [tmp_path / "torchopt_ext" / name for name in (
+        "_C.cpython-30-x86_64-linux-gnu.so", "_build_info.py", "lib")]  # fmt: skip
+    remove = f"rm -r {shlex.join(map(str, left))}"
+    none, other, *stale, norm, file = run(FROM_A_CLONE, snippet, remove, cwd=tmp_path)
     advice = "build it in its source directory with: pip install"
     assert f"no compiled library, and none is installed for {sys.executable}; {advice}" in none
     assert f"{PACKAGE} is not of its version, 0.0.7; {advice}" in other
+    cause = "pip install -e . left its libraries beside the sources, where they come before an"
+    cure = f"remove them with {remove}, or build them again with pip install"
+    assert "was built against torch 2.1.0" in stale[0]
+    assert f"not built for this Python, {sys.implementation.cache_tag}; {cause}" in stale[1]
+    assert all(cure in message for message in stale)
     assert norm.startswith("tensor(")
     assert Path(file) == tmp_path / "torchopt_ext" / "ops.py"
 
