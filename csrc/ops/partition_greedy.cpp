@@ -4,8 +4,11 @@
 #include <torchopt_ext/partition.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <numeric>
+#include <queue>
+#include <tuple>
 #include <utility>
 
 #include "ops/operator.h"
@@ -34,7 +37,7 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
                                          at::OptionalIntArrayRef initial_loads,
                                          at::OptionalIntArrayRef tie_loads) {
   check_world_size(world_size);
-  std::vector<int64_t> loads = loads_or_zeros(initial_loads, "initial_loads", world_size);
+  const std::vector<int64_t> loads = loads_or_zeros(initial_loads, "initial_loads", world_size);
   check_numels(numels, *std::max_element(loads.begin(), loads.end()),
                std::numeric_limits<int64_t>::max(),
                "all numels together, added to the largest of initial_loads, are 2**63 or more");
@@ -43,15 +46,18 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return numels[a] > numels[b]; });
-  std::vector<size_t> ranks(loads.size());
-  std::iota(ranks.begin(), ranks.end(), size_t{0});
+  using Rank = std::tuple<int64_t, int64_t, int64_t>;  // load, tie, number
+  std::vector<Rank> ranks;
+  for (size_t r = 0; r < loads.size(); ++r) {
+    ranks.emplace_back(loads[r], ties[r], static_cast<int64_t>(r));
+  }
+  std::priority_queue least(std::greater<>{}, std::move(ranks));
   std::vector<int64_t> rank_of(numels.size());
   for (const size_t i : order) {
-    const size_t least = *std::min_element(ranks.begin(), ranks.end(), [&](size_t a, size_t b) {
-      return std::pair(loads[a], ties[a]) < std::pair(loads[b], ties[b]);
-    });
-    rank_of[i] = static_cast<int64_t>(least);
-    loads[least] += numels[i];
+    const auto [load, tie, rank] = least.top();
+    rank_of[i] = rank;
+    least.pop();
+    least.emplace(load + numels[i], tie, rank);
   }
   return rank_of;
 }

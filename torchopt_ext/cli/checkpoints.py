@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext._torch import flatten_state_dict
-from torchopt_ext.cli.terminal import CommandError
+from torchopt_ext.cli.terminal import CommandError, Progress
 from torchopt_ext.optim.quantized import CODES, SCALES
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import Reader, check_complete, quiet, read
@@ -130,7 +130,7 @@ class Checkpoint:
 class _File(Checkpoint):
     format = FILE
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, meta: bool) -> None:
         try:
             with path.open("rb") as stream:
                 start = stream.read(4)
@@ -147,7 +147,7 @@ class _File(Checkpoint):
         except Exception as error:  # damaged files may raise any kind
             raise CommandError(_why(path, error)) from error
         if not isinstance(loaded, dict):
-            raise CommandError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
+            raise CommandError(f"{path} holds {type(loaded).__name__}, expected a state dict")
         try:
             flat, self.paths = flatten_state_dict(loaded)
         except ValueError as error:
@@ -157,7 +157,7 @@ class _File(Checkpoint):
         self.nested = loaded
         for key, value in self.tensors.items():
             plain = type(value) in (Tensor, torch.nn.Parameter)
-            if not plain or value.layout is not torch.strided or value.is_meta:
+            if not plain or value.layout is not torch.strided or (value.is_meta and not meta):
                 what = type(value).__name__ if not plain else value.layout
                 what = "on the meta device" if value.is_meta else what
                 raise CommandError(f"{path}: {key} is {what}, expected a dense tensor")
@@ -214,8 +214,8 @@ def _why(path: Path, error: Exception) -> str:
     return f"{path} cannot be read: {' '.join(text.split())[:200]}"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a checkpoint.
+def open_checkpoint(path: Path, meta: bool = False) -> Checkpoint:
+    """Opens a checkpoint. Tensors on the meta device, in a file, are rejected without ``meta``.
 
     Raises:
         CommandError: The file is missing or damaged, or has other than tensors and plain values.
@@ -227,11 +227,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISDIR(kind):
-        return _File(path)
+        with Progress("reading", 1):
+            return _File(path, meta)
     if not (path / ".metadata").exists() and (inside := list(path.glob("*/.metadata"))):
         newest = max(inside, key=os.path.getmtime).parent
         raise CommandError(f"{path} is a folder of checkpoints: name one of them, such as {newest}")
-    return _Folder(path)
+    with Progress("reading", 1):
+        return _Folder(path)
 
 
 def give_back_memory() -> None:

@@ -121,9 +121,9 @@ def main(args: list[str]) -> int:
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
     source = open_checkpoint(options.input)
+    given = options.weights and open_checkpoint(options.weights)
     if options.fp32_moments and options.state_dtype != "int8":
         raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
-    given = options.weights and open_checkpoint(options.weights)
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
@@ -392,7 +392,8 @@ def torch_save(value: Any, path: Path) -> None:
         OSError: The file cannot be written.
     """
     try:
-        torch.save(value, path)
+        with Progress("writing", 1):
+            torch.save(value, path)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error
 

@@ -65,16 +65,20 @@ def main(args: list[str]) -> int:
 
 def report(path: Path, hashed: bool) -> dict[str, Any]:
     """Returns the whole report in JSON's types."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, meta=True)
     parts: dict[str, list[Entry]] = {}
     for entry in map(checkpoint.entry, sorted(checkpoint.tensors)):
         if entry.kind != OPTION:
             parts.setdefault(entry.part, []).append(entry)
+    for part in checkpoint.options():  # without state before a first step, and for plain SGD
+        parts.setdefault(part, [])
+    with Progress("reading", 1):
+        reports = {part: part_report(checkpoint, part, own) for part, own in sorted(parts.items())}
     return {
         "checkpoint": str(path),
         "format": checkpoint.format,
         "bytes": checkpoint.bytes,
-        "parts": {part: part_report(checkpoint, part, own) for part, own in parts.items()},
+        "parts": reports,
         "other_values": sum(
             not is_control(key) and checkpoint.entry(key).kind != OPTION
             for key in checkpoint.values
@@ -84,6 +88,7 @@ def report(path: Path, hashed: bool) -> dict[str, Any]:
             for key, like in sorted(checkpoint.tensors.items())
         },
         "elements": sum(like.numel() for like in checkpoint.tensors.values()),
+        "meta": sorted(key for key, like in checkpoint.tensors.items() if like.is_meta),
         "sha256": digest(checkpoint) if hashed else None,
     }
 
@@ -98,32 +103,32 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
     for entry in entries:
         like = checkpoint.tensors[entry.key]
         kinds.setdefault((entry.kind, dtype_name(like)), []).append(like)
-        if entry.kind == "step" and like.numel() == 1:
+        if entry.kind == "step" and like.numel() == 1 and not like.is_meta:
             steps.append(checkpoint.tensor(entry.key).item())
     names = {kind for kind, _ in kinds}
     owners = {entry.owner for entry in entries if entry.owner}
     for key, value in checkpoint.values.items():  # torch before 2.0 saved numbers
         if key.startswith(f"{part}.state." if part else "state.") and key.endswith(".step"):
             steps.append(value)
+    own = groups(checkpoint, part)
     found: dict[str, Any] = {
-        "optimizer": bool(owners),
+        "optimizer": bool(owners or own),
         "entries": [
             {
                 "kind": kind,
                 "dtype": dtype,
                 "tensors": len(likes),
                 "elements": sum(like.numel() for like in likes),
-                "bytes": sum(like.nbytes for like in likes),
+                "bytes": sum(like.nbytes for like in likes if not like.is_meta),
             }
             for (kind, dtype), likes in sorted(kinds.items(), key=lambda found: found[0])
         ],
     }
-    if owners:
-        own = groups(checkpoint, part)
+    if owners or own:
         indexed = any(group["indices"] for group in own) or not own
         found |= {
             "layout": "indices" if indexed else "names",
-            "parameters": len(owners),
+            "parameters": len(owners) or sum(group["parameters"] for group in own),
             "masters": next((kind for kind, name in MASTER_WEIGHTS.items() if name in names), None),
             "steps": sorted({int(step) for step in steps if is_finite(step)}),
             "groups": [{k: v for k, v in group.items() if k != "indices"} for group in own],
@@ -159,6 +164,8 @@ def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
+        if value.is_meta:
+            return "on the meta device"
         return _plain(value.item() if value.numel() == 1 else value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no such numbers
@@ -175,7 +182,7 @@ def digest(checkpoint: Checkpoint) -> str:
         for key in sorted(checkpoint.tensors):
             value = checkpoint.tensor(key).contiguous()
             hashed.update(f"{key} {dtype_name(value)} {list(value.shape)}\n".encode())
-            if value.numel():
+            if value.numel() and not value.is_meta:
                 hashed.update(memory_of(torch.view_as_real(value) if value.is_complex() else value))
             progress.add(value.nbytes)
     return hashed.hexdigest()
@@ -187,14 +194,15 @@ def digest(checkpoint: Checkpoint) -> str:
 def as_text(found: dict[str, Any], tensors: bool) -> str:
     lines = [f"{found['checkpoint']}: {found['format']}, {size(found['bytes'])}"]
     for part, own in found["parts"].items():
-        lines += ["", headline(part, own)]
+        lines += ["", *textwrap.wrap(headline(part, own), WIDTH)]
         header = ["", "dtype", "tensors", "elements", "size"]
         rows = [
             [e["kind"][:24], e["dtype"], f"{e['tensors']:,}", f"{e['elements']:,}",
              size(e["bytes"])]
             for e in own["entries"]
         ]  # fmt: skip
-        lines += ["", table(header, rows)]
+        if rows:
+            lines += ["", table(header, rows)]
         for number, group in enumerate(own.get("groups", [])):
             shown = [
                 f"{name}={str(group['options'][name]).replace(' ', '')}"
@@ -217,6 +225,9 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
         ]
         lines += ["", table(["tensor", "dtype", "shape"], rows)]
     lines += ["", f"{len(found['tensors']):,} tensors, {found['elements']:,} elements"]
+    if found["meta"]:
+        text = f"on the meta device, without elements: {', '.join(found['meta'])}"
+        lines += textwrap.wrap(text, WIDTH)
     if found["other_values"]:
         count = found["other_values"]
         lines.append(f"{count:,} value{'s' if count > 1 else ''} beside them")
@@ -229,7 +240,7 @@ def headline(part: str, own: dict[str, Any]) -> str:
     if not own["optimizer"]:
         return f"{part or 'tensors'}:"
     steps = own["steps"]
-    counted = "no steps"
+    counted = "no steps" if own["entries"] else "no state"
     if steps:
         counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
     masters = MASTERS_NAMED.get(own["masters"])

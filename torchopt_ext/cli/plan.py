@@ -6,7 +6,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT
 
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
+MOST_RANKS = 1_000_000
 MEANING = """\
 ddp       every rank holds everything, as a single process does
 zero1     ZeroRedundancyOptimizer, whole tensors (greedy)
@@ -101,43 +101,42 @@ def main(args: list[str]) -> int:
     chosen = [options.file, options.model, options.params, options.shapes]
     if sum(source is not None for source in chosen) != 1:
         raise CommandError("give one of FILE, --model, --params and --shapes")
-    name, entries = from_options(options)
-    params = [entry.tensor for entry in entries]
-    if options.master_weights and not any(param.dtype in SIXTEEN_BIT for param in params):
-        raise CommandError(
-            f"--master-weights {options.master_weights} completes 16-bit parameters, and {name} "
-            "has none: see --dtype"
-        )
-    plans = {}
-    try:
-        options.fp32_moments = chosen_fp32(entries, options)
-        with Progress("planning", len(SHARDINGS)) as progress:
+    if options.world_size > MOST_RANKS:
+        raise CommandError(f"--world-size {options.world_size:,}: expected {MOST_RANKS:,} at most")
+    with Progress("planning", len(SHARDINGS) + 1) as progress:
+        name, entries = from_options(options)
+        params = [entry.tensor for entry in entries]
+        if options.master_weights and not any(param.dtype in SIXTEEN_BIT for param in params):
+            raise CommandError(
+                f"--master-weights {options.master_weights} completes 16-bit parameters, and "
+                f"{name} has none: see --dtype"
+            )
+        plans = {}
+        try:
+            options.fp32_moments = chosen_fp32(entries, options)
             for sharding in SHARDINGS:
-                plans[sharding] = estimate_by(params, sharding, options)
+                plans[sharding] = estimate(
+                    params,
+                    sharding=sharding,
+                    world_size=options.world_size,
+                    grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
+                    master_weights=options.master_weights,
+                    state_dtype=options.state_dtype and getattr(torch, options.state_dtype),
+                    fp32_moments=options.fp32_moments,
+                    amsgrad=options.amsgrad,
+                    norm=not options.no_norm,
+                )
                 progress.add(1)
-    except ValueError as error:
-        raise CommandError(f"{name}: {error}") from error
-    if options.plot is not None:
-        draw(name, plans, options.plot)
-    if options.json:
-        print(json.dumps(as_json(name, params, plans, options), indent=2))
-    else:
-        print(as_text(name, params, plans, options))
+        except ValueError as error:
+            raise CommandError(f"{name}: {error}") from error
+        if options.plot is not None:
+            draw(name, plans, options.plot)
+        if options.json:
+            text = json.dumps(as_json(name, params, plans, options), indent=2)
+        else:
+            text = as_text(name, params, plans, options)
+    print(text)
     return 0
-
-
-def estimate_by(params: list[Tensor], sharding: str, options: Any) -> list[RankBytes]:
-    return estimate(
-        params,
-        sharding=sharding,
-        world_size=options.world_size,
-        grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
-        master_weights=options.master_weights,
-        state_dtype=options.state_dtype and getattr(torch, options.state_dtype),
-        fp32_moments=options.fp32_moments,
-        amsgrad=options.amsgrad,
-        norm=not options.no_norm,
-    )
 
 
 def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
@@ -180,7 +179,7 @@ def as_json(
             sharding: {
                 "uneven": unevenness([rank.elements for rank in ranks]),
                 **seconds(ranks, options),
-                "ranks": [asdict(rank) | {"held": rank.held} for rank in ranks],
+                "ranks": [vars(rank) | {"held": rank.held} for rank in ranks],
             }
             for sharding, ranks in plans.items()
         },
@@ -229,9 +228,9 @@ def as_text(
         shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])
     lines += [table(["plan", "least", "most", "most to mean"], shares)]
     lines += ["", f"{options.sharding}, rank by rank, in {unit}:", ""]
-    rows = []
+    rows, shown = [], {rank: cells(rank, scale) for rank in {*plans[options.sharding]}}
     for row, group in itertools.groupby(
-        enumerate(cells(rank, scale) for rank in plans[options.sharding]), key=lambda at: at[1]
+        enumerate(shown[rank] for rank in plans[options.sharding]), key=lambda at: at[1]
     ):
         first, *_, last = [n for n, _ in group] * 2
         rows.append([f"{first}" if first == last else f"{first}-{last}", *row])

@@ -19,6 +19,7 @@ import torch
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
+    Progress,
     new_panel,
     number,
     positive,
@@ -129,21 +130,19 @@ def main(args: list[str]) -> int:
     if options.steps is None and given and options.config:
         option = min(given).replace("_", "-")
         raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
-    curves = [from_job(path) for path in options.config]
-    if options.steps is not None:
-        curves += from_flags(options.steps, DEFAULTS | given)
-    if not curves:
-        raise CommandError("give --steps, or a job by --config")
-    if options.plot is not None:
-        draw(curves, options.plot)
-    if options.csv is not None:
-        text = as_csv(curves)
-        if options.csv == "-":
-            sys.stdout.write(text)
-            return 0
-        with written(Path(options.csv)) as file:
-            file.write_text(text, encoding="utf-8")
-    print(as_text(curves, options.rows))
+    with Progress("computing", 1):
+        curves = [from_job(path) for path in options.config]
+        if options.steps is not None:
+            curves += from_flags(options.steps, DEFAULTS | given)
+        if not curves:
+            raise CommandError("give --steps, or a job by --config")
+        if options.plot is not None:
+            draw(curves, options.plot)
+        text = as_text(curves, options.rows) if options.csv != "-" else as_csv(curves)
+        if options.csv not in (None, "-"):
+            with written(Path(options.csv)) as file:
+                file.write_text(as_csv(curves), encoding="utf-8")
+    sys.stdout.write(f"{text}\n" if options.csv != "-" else text)
     return 0
 
 

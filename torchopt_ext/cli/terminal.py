@@ -13,7 +13,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,40 +129,51 @@ def figures(value: float) -> str:
 class Progress:
     """Shows the progress of work that takes more than a second, on stderr.
 
-    On a terminal it is a bar if tqdm is installed, otherwise a line every few seconds.
+    On a terminal it is a bar if tqdm is installed, otherwise a line, and one every few seconds. A
+    thread shows it, so that a long unit of work is not silent.
 
     Args:
         what: name of the work.
         total: units of work.
     """
 
-    every = 5.0
-    """Seconds from one line to the next, and before the first line."""
+    first, every = 1.0, 5.0
+    """Seconds before the first line, and from one line to the next."""
 
     def __init__(self, what: str, total: float) -> None:
         self.what, self.total, self.done = what, total, 0.0
-        self._shown = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
         self._bar: Any = None
         if sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 tqdm = importlib.import_module("tqdm").tqdm
                 form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
                 self._bar = tqdm(
-                    total=total, desc=what, delay=1, leave=False, ncols=WIDTH, bar_format=form
-                )
+                    total=total, desc=what, delay=1, leave=False, ncols=WIDTH, bar_format=form,
+                    miniters=0,  # also shows the time where no unit has ended
+                )  # fmt: skip
 
     def add(self, amount: float) -> None:
         self.done += amount
-        if self._bar is not None:
-            self._bar.update(amount)
-        elif time.monotonic() - self._shown >= self.every:
-            self._shown = time.monotonic()
-            print(f"{self.what}: {100 * self.done / self.total:.0f}%", file=sys.stderr)
+
+    def _show(self) -> None:
+        wait = self.first
+        while not self._ended.wait(wait):
+            if self._bar is not None:
+                self._bar.update(self.done - self._bar.n)
+            else:
+                share = 100 * self.done / (self.total or 1)
+                print(f"{self.what}: {share:.0f}%", file=sys.stderr)
+            wait = self.every if self._bar is None else 0.2
 
     def __enter__(self) -> Progress:
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
         if self._bar is not None:
             self._bar.close()
 

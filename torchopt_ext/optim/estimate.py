@@ -1,10 +1,11 @@
 """Bytes that a rank holds and moves with FusedAdam and FusedAdamW, from shapes and options."""
 
 import bisect
+import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts
-from torchopt_ext.optim.balanced_plan import plan_buckets
+from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.quantized import SCALES, groups_before
 from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
@@ -31,14 +32,13 @@ class ElementBytes:
 
     Attributes:
         master, moments: bytes held, without the scales of 8-bit moments.
-        norm: bytes moved by pass A, which measures the norm.
-        update: bytes moved by pass B: every array that is rewritten counts twice (docs/step.md).
+        moved: bytes moved by pass A, which measures the norm, and by pass B; every array that is
+            rewritten counts twice (docs/step.md).
     """
 
     master: int
     moments: int
-    norm: int
-    update: int
+    moved: int
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def element_bytes(
     moments += storage.float_dtype(param).itemsize if amsgrad else 0
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
-    update = gradient + weights_moved + 2 * moments
-    return ElementBytes(master, moments, gradient if norm else 0, update)
+    moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments
+    return ElementBytes(master, moments, moved)
 
 
 def _named(
@@ -178,23 +178,25 @@ def estimate(
         "zero2": gradients + returned,
         "fsdp": gradients + 2 * weights,
     }[sharding]
-    return [
-        RankBytes(
-            elements=share.elements.total(),
-            weights=share.weights,
-            gradients=share.gradients,
-            masters=sum(kinds[kind].master * n for kind, n in share.elements.items()),
-            moments=sum(kinds[kind].moments * n for kind, n in share.elements.items())
-            + SCALE * share.groups,
-            steps=STEP * share.tensors,
-            moved=sum(
-                (kinds[kind].update + kinds[kind].norm) * n for kind, n in share.elements.items()
-            )
-            + 2 * SCALE * share.groups,
+
+    weights = weights if sharding in ("ddp", "zero1") else 0
+    gradients = gradients if sharding in ("ddp", "zero1", "balanced") else 0
+
+    @functools.cache  # most ranks have what another has
+    def rank_bytes(reduced: int, tensors: int, groups: int, *elements: int) -> RankBytes:
+        by_kind = [(kinds[kind], n) for kind, n in zip(shares.elements, elements, strict=True)]
+        return RankBytes(
+            elements=sum(elements),
+            weights=weights + shares.weights,
+            gradients=gradients + reduced,
+            masters=sum(kind.master * n for kind, n in by_kind),
+            moments=sum(kind.moments * n for kind, n in by_kind) + SCALE * groups,
+            steps=STEP * tensors,
+            moved=sum(kind.moved * n for kind, n in by_kind) + 2 * SCALE * groups,
             sent=sent * (world_size - 1) // world_size,
         )
-        for share in shares
-    ]
+
+    return list(map(rank_bytes, *shares.columns()))
 
 
 def unevenness(elements: Sequence[int]) -> float:
@@ -225,105 +227,120 @@ class _Made:
         return param.dtype, self.storage.quantizes(param)
 
 
-@dataclass
-class _Share:
-    """One rank's bytes of weights and gradients, and the elements that it steps, by kind."""
+class _Shares:
+    """What ranks hold beside whole replicas, and what they step: lists of a number for each rank.
 
-    made: _Made
-    weights: int
-    gradients: int
-    elements: Counter[_Kind] = field(default_factory=Counter)
-    tensors: int = 0
-    groups: int = 0  # groups of elements whose moments share scales
+    ``weights`` and ``gradients`` are bytes, ``groups`` those of elements that share scales.
+    """
 
-    def add(self, param: Tensor, elements: int, first: int = 0) -> None:
-        """Adds ``elements`` elements of a parameter, from ``first`` on, where a group begins."""
+    def __init__(self, made: _Made, ranks: int) -> None:
+        self.made, self.weights = made, 0  # all ranks have the same weights
+        self.gradients, self.tensors, self.groups = ([0] * ranks for _ in range(3))
+        self.elements: dict[_Kind, list[int]] = defaultdict(lambda: [0] * ranks)
+
+    def columns(self) -> list[list[int]]:
+        return [self.gradients, self.tensors, self.groups, *self.elements.values()]
+
+    def add(self, param: Tensor, first_rank: int, ends: Sequence[int], times: int = 1) -> None:
+        """Gives ranks from ``first_rank`` on the elements of a parameter from end to end.
+
+        ``times`` parameters of the same shape are divided in the same way.
+        """
         kind = self.made.kind(param)
-        self.elements[kind] += elements
-        self.tensors += 1
-        if kind[1]:
-            self.groups += groups_before(param, first + elements) - groups_before(param, first)
+        groups = [groups_before(param, end) for end in ends] if kind[1] else ends
+        elements = self.elements[kind]
+        for n in range(len(ends) - 1):
+            elements[first_rank + n] += times * (ends[n + 1] - ends[n])
+            self.tensors[first_rank + n] += times
+            if kind[1]:
+                self.groups[first_rank + n] += times * (groups[n + 1] - groups[n])
 
 
-def _whole(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
-    """Returns shares of ranks that hold all weights and gradients, and step nothing yet."""
-    weights = sum(p.numel() * p.dtype.itemsize for p in params)
-    gradients = sum(p.numel() * made.width(p) for p in params if p.requires_grad)
-    return [_Share(made, weights, gradients) for _ in range(world_size)]
-
-
-def _replicated(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
-    shares = _whole(params, world_size, made)
-    for share in shares:
-        for param in params:
-            if param.requires_grad:
-                share.add(param, param.numel())
+def _replicated(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
+    shares = _greedy(params, 1, made)
+    for column in shares.columns():
+        column *= world_size
     return shares
 
 
-def _greedy(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
+def _greedy(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
     """Assigns whole tensors (zero/whole.py)."""
-    shares = _whole(params, world_size, made)
+    shares = _Shares(made, world_size)
     trained = [p for p in params if p.requires_grad]
     owners = ops.partition_greedy([p.numel() for p in trained], world_size)
     for param, owner in zip(trained, owners, strict=True):
-        shares[owner].add(param, param.numel())
+        shares.add(param, owner, (0, param.numel()))
     return shares
 
 
-def _balanced(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
-    """Cuts buckets evenly, in addition to DDP's full gradients (zero/balanced.py)."""
-    shares = _in_buckets(params, world_size, made)
-    for share, whole in zip(shares, _whole(params, world_size, made), strict=True):
-        share.gradients += whole.gradients
-    return shares
+def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
+    """Cuts buckets evenly (zero/balanced.py); a rank keeps its part of the reduced gradients.
 
-
-def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
-    """Cuts buckets evenly; a rank keeps its part of the reduced gradients."""
-    shares = [_Share(made, 0, 0) for _ in range(world_size)]
+    Buckets of equal parameters are cut once: large models have many, each with a cut for each rank.
+    """
+    shares = _Shares(made, world_size)
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
     for param in params:
         kinds[param.dtype, param.requires_grad].append(param)
     for (dtype, trained), alike in kinds.items():
-        rows = [p[0].numel() if p.dim() > 1 and p.numel() else 1 for p in alike]
-        plan = plan_buckets(alike, rows, world_size, made.bucket_elements)
-        for cuts in plan.cuts:
-            own = [hi - lo for lo, hi in itertools.pairwise(cuts)]
-            padded = max(cuts[:-1]) + max(own)  # room for the last rank to send as much as others
-            for share, elements in zip(shares, own, strict=True):
-                share.weights += padded * dtype.itemsize
-                share.gradients += elements * made.width(alike[0]) if trained else 0
-        if not trained:
-            continue
-        for param, bucket, start in zip(alike, plan.buckets, plan.starts, strict=True):
-            cuts, end = plan.cuts[bucket], start + param.numel()
-            for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
-                first = max(cuts[rank], start)
-                shares[rank].add(param, min(cuts[rank + 1], end) - first, first - start)
+        # As partition_balanced's default, in elements.
+        target = made.bucket_elements or max(1 << 23, world_size << 20) // reals_of(alike[0])
+        buckets: dict[int, list[Tensor]] = defaultdict(list)
+        layout = plan_buckets(alike, [*map(_row_length, alike)], 1, target)
+        for param, bucket in zip(alike, layout.buckets, strict=True):
+            buckets[bucket].append(param)
+        same: dict[tuple[Any, ...], list[list[Tensor]]] = defaultdict(list)
+        for own in buckets.values():
+            same[tuple((p.shape, made.kind(p)) for p in own)].append(own)
+        for own, *others in same.values():
+            count = 1 + len(others)
+            plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53)
+            (cuts,) = plan.cuts
+            sizes = [hi - lo for lo, hi in itertools.pairwise(cuts)]
+            # Room for the last rank to send as much as others.
+            shares.weights += count * (max(cuts[:-1]) + max(sizes)) * dtype.itemsize
+            if not trained:
+                continue
+            width = count * made.width(own[0])
+            for rank, size in enumerate(sizes):
+                shares.gradients[rank] += width * size
+            for param, start in zip(own, plan.starts, strict=True):
+                end = start + param.numel()
+                first, last = bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)
+                if first < last:
+                    ends = [start, *cuts[first + 1 : last], end]
+                    shares.add(param, first, [at - start for at in ends], count)
     return shares
 
 
-def _rows(params: Sequence[Tensor], world_size: int, made: _Made) -> list[_Share]:
+def _row_length(param: Tensor) -> int:
+    return param.numel() // param.shape[0] if param.dim() > 1 and param.numel() else 1
+
+
+def _rows(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
     """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
-    shares = [_Share(made, 0, 0) for _ in range(world_size)]
+    shares = _Shares(made, world_size + 2)  # first by how much a rank differs from the one before
     for param in params:
         length = param.shape[0] if param.dim() else 1
         row = param.numel() // length if length else 0
         most = -(-length // world_size)
-        for rank, share in enumerate(shares):
-            own = min(max(length - rank * most, 0), most)
-            share.weights += most * row * param.dtype.itemsize
-            if param.requires_grad:
-                share.gradients += most * row * made.width(param)
-                share.add(param, own * row)
+        shares.weights += most * row * param.dtype.itemsize
+        if param.requires_grad:
+            shares.gradients[0] += most * row * made.width(param)
+            full, rest = divmod(length, most) if most else (0, 0)
+            shares.add(param, 0, (0, most * row))
+            shares.add(param, full, (most * row, rest * row))
+            shares.add(param, full + 1, (rest * row, 0))
+    shares.tensors = [sum(p.requires_grad for p in params), *[0] * (world_size + 1)]
+    for column in shares.columns():
+        column[:] = itertools.islice(itertools.accumulate(column), world_size)
     return shares
 
 
-SHARDINGS: dict[str, Callable[..., list[_Share]]] = {
+SHARDINGS: dict[str, Callable[..., _Shares]] = {
     "ddp": _replicated,
     "zero1": _greedy,
-    "balanced": _balanced,
+    "balanced": _in_buckets,
     "zero2": _in_buckets,
     "fsdp": _rows,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,15 @@ from torchopt_ext.cli import terminal
 Run = Callable[..., str]
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is not shown, also on slow machines."""
+    monkeypatch.setattr(terminal.Progress, "first", threading.TIMEOUT_MAX)
+
+
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """Returns a command's output, after checks for exit code 0 and 80 columns."""
-    monkeypatch.setattr(terminal.Progress, "every", float("inf"))  # also on slow machines
 
     def call(*args: object) -> str:
         assert main([str(arg) for arg in args]) == 0

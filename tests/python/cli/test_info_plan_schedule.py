@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import queue
 import re
 import struct
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,13 +112,19 @@ def test_a_picture_without_matplotlib_names_the_extra(
 
 
 def test_progress_is_lines_now_and_then_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(terminal.Progress, "every", 0.0)
+    """Lines come by time, also while one unit of work goes on."""
+    lines: queue.Queue[str] = queue.Queue()
+    stream = SimpleNamespace(isatty=lambda: False, write=lines.put)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(terminal.Progress, "first", 0.01)
+    monkeypatch.setattr(terminal.Progress, "every", 0.01)
     with terminal.Progress("counting", 4) as progress:
-        progress.add(1)
-        progress.add(3)
-    assert capsys.readouterr().err == "counting: 25%\ncounting: 100%\n"
+        for amount, shown in ((0, "0%"), (1, "25%"), (3, "100%")):
+            progress.add(amount)
+            while lines.get(timeout=60) != f"counting: {shown}":
+                pass
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -191,6 +200,15 @@ def test_plan_of_a_count(run: Run) -> None:
     assert ddp["ranks"][0]["held"] == pytest.approx(8e9 * 16, rel=1e-5)
     assert ddp["step_seconds"] == pytest.approx(8e9 * 32 / 200e9)
     assert ddp["send_seconds"] == ddp["ranks"][0]["sent"] / 1e9
+
+
+def test_plan_of_very_many_ranks(run: Run, fails: Run) -> None:
+    """The work is that of the tensors and one division for each rank, also with 1,024 buckets."""
+    start = time.process_time()
+    shown = run("plan", "--params", "1e15", "--world-size", "100000")
+    assert time.process_time() - start < 5
+    assert re.search(r"\nbalanced +9,\d{3},\d{3},\d{3} +10,0\d\d,\d{3},\d{3} +\+0\.\d%\n", shown)
+    assert "expected 1,000,000 at most" in fails("plan", "--params", "9", "--world-size", "1e7")
 
 
 BF16 = torch.bfloat16
@@ -337,7 +355,7 @@ def test_plan_rejects(fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--model", "broken_model:lazy"], "uninitialized parameter"),
         (["--model", "broken_model:leave"], "SystemExit: 3"),
         (["--shapes", "2x99999999999999999999"], "too large"),
-        (["--model", "broken_model:g"], "returns a int, expected"),
+        (["--model", "broken_model:g"], "returns int, expected"),
         (["--shapes", "2x2", "--master-weights", "fp32"], "completes 16-bit parameters"),
         (["--shapes", "2x2", "--dtype", "float16", "--master-weights", "remainder"], "float16"),
         (["--shapes", "gpt2", "--state-dtype", "int8", "--fp32-moments", "wte"], "have no names"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext import FusedAdamW, param_groups
+from torchopt_ext import FusedAdamW, ops, param_groups
 from torchopt_ext.optim.estimate import SHARDINGS, estimate, unevenness
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -106,6 +107,20 @@ def test_greedy_is_as_uneven_as_the_largest_tensor_makes_it() -> None:
     shares = [rank.elements for rank in estimate(params, sharding="zero1", world_size=2)]
     assert shares == [60, 40]
     assert unevenness(shares) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_equal_buckets_are_cut_as_the_partition_cuts_them(world: int) -> None:
+    shapes = [(3000, 1024)] * 7 + [(100,)]
+    params = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
+    rows = [p.numel() // p.shape[0] for p in params]
+    plan = ops.partition_balanced([p.numel() for p in params], rows, world)
+    assert len(plan.cuts) == 3
+    shares = [hi - lo for cuts in plan.cuts for lo, hi in itertools.pairwise(cuts)]
+    padding = sum(plan.lengths) - sum(p.numel() for p in params)
+    ranks = estimate(params, sharding="zero2", world_size=world)
+    assert padding == 0
+    assert [rank.elements for rank in ranks] == [sum(shares[n::world]) for n in range(world)]
 
 
 def test_wrong_arguments_are_rejected() -> None:
