@@ -177,7 +177,7 @@ def from_function(text: str) -> list[Entry]:
         with torch.device("meta"):
             model = build()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"it returns a {type(model).__name__}, expected a torch.nn.Module")
+            raise TypeError(f"it returns {type(model).__name__}, expected a torch.nn.Module")
         embeddings = embeddings_of(model.modules())
         return [
             Entry(meta(p.shape, p.dtype, p.requires_grad), name, p in embeddings)
