@@ -20,6 +20,7 @@ constexpr int64_t kContext = 16;  // bytes that the network sees
 constexpr int64_t kWidth = 32;    // of a byte's embedding
 constexpr int64_t kBatch = 256;
 constexpr int64_t kSteps = 300;
+constexpr double kLearningRate = 3e-3;
 
 torch::Tensor read_bytes(int count, char** files) {
   std::string text;
@@ -54,7 +55,7 @@ torchopt_ext::FusedAdamW make_optimizer(torch::nn::Module& network) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(matrices);
   groups.emplace_back(biases, std::make_unique<Options>(Options().weight_decay(0.0)));
-  torchopt_ext::FusedAdamW optimizer(groups, Options(3e-3).weight_decay(0.1));
+  torchopt_ext::FusedAdamW optimizer(groups, Options(kLearningRate).weight_decay(0.1));
   optimizer.max_grad_norm(1.0).skip_nonfinite(true);
   return optimizer;
 }
@@ -73,15 +74,17 @@ int train(int count, char** files) {
   const torch::Tensor text = read_bytes(count, files);
   torch::nn::Sequential network = make_network();
   torchopt_ext::FusedAdamW optimizer = make_optimizer(*network);
-  torchopt_ext::ScheduledLR schedule(
-      optimizer, {.warmup_steps = 20, .decay_steps = kSteps - 20, .decay_type = "cosine"});
+  const torchopt_ext::LRSchedule schedule{
+      .warmup_steps = 20, .decay_steps = kSteps - 20, .decay_type = "cosine"};
   std::cout << text.numel() << " bytes of text\n";
   for (int64_t step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     const torch::Tensor loss = loss_on(network, text);
     loss.backward();
+    for (auto& group : optimizer.param_groups()) {
+      group.options().set_lr(kLearningRate * torchopt_ext::lr_factor(step, schedule));
+    }
     optimizer.step();
-    schedule.step();
     if (step % 50 == 0 || step + 1 == kSteps) {
       std::cout << "step " << step << ": loss " << loss.item<double>() << ", gradient norm "
                 << optimizer.grad_norm().item<double>() << "\n";

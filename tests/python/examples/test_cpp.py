@@ -136,7 +136,7 @@ class TestLibrary:
         assert names.keys() == {"", "TORCHOPT_EXT", "TORCHOPT_EXT_PRIVATE"}
         assert names[""] == {"TORCHOPT_EXT", "TORCHOPT_EXT_PRIVATE"}  # the versions themselves
         assert names["TORCHOPT_EXT"] == {
-            "FusedAdamW", "FusedAdamWOptions", "FusedAdamWParamState", "ScheduledLR", "lr_factor",
+            "FusedAdamW", "FusedAdamWOptions", "FusedAdamWParamState", "lr_factor",
             "partition_balanced", "partition_greedy",
         }  # fmt: skip
 

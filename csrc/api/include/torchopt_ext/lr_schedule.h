@@ -1,11 +1,8 @@
 // Learning rates that warm up, stay and decay, as in torchtitan: docs/numerics.md section 5.
 #pragma once
 
-#include <torch/optim/schedulers/lr_scheduler.h>
-
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace torchopt_ext {
 
@@ -21,25 +18,5 @@ struct LRSchedule {
 // Returns the factor of the learning rate after `step` steps (0 or more). Raises c10::ValueError
 // for an argument out of range.
 double lr_factor(int64_t step, const LRSchedule& schedule);
-
-// Sets the learning rates of any libtorch optimizer: the constructor those of the next step, step()
-// those of the step after. The base rates are the optimizer's at construction: construct a
-// ScheduledLR before loading the optimizer, with the number of steps that the saved optimizer made.
-// Counts skipped steps. Raises c10::ValueError for an argument out of range, and for decay_steps 0
-// with generation 1.
-class ScheduledLR : public torch::optim::LRScheduler {
- public:
-  ScheduledLR(torch::optim::Optimizer& optimizer, LRSchedule schedule, int64_t steps_made = 0);
-
-  // Call after add_param_group(): takes the new groups' learning rates as their base rates, and
-  // sets those of the next step.
-  void add_groups();
-
- private:
-  std::vector<double> get_lrs() override;
-
-  LRSchedule schedule_;
-  std::vector<double> base_lrs_;
-};
 
 }  // namespace torchopt_ext
