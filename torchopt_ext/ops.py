@@ -275,9 +275,9 @@ def partition_balanced(
     A bucket is cut only where the blocks of the sum of squares allow it (docs/numerics.md
     section 3): at a tensor's start; in a tensor with rows below 64 elements, at multiples of
     ``alignment`` from its start; in a tensor with longer rows, at a row's start and every 4,096
-    elements from there, unless fewer than 64 of the row are left. So ranks' shares of a bucket
-    differ by one block at most, 4,159 elements without padding, or by ``alignment`` if that is
-    more.
+    elements from there, unless fewer than 64 of the row are left. Each cut is the nearest of these
+    to an equal share. So ranks' shares of a bucket differ by two blocks at most, of 4,159 elements
+    without padding or of ``alignment`` if that is more.
 
     Args:
         numels: elements of each tensor, in forward order.
@@ -285,7 +285,7 @@ def partition_balanced(
         world_size: number of ranks.
         bucket_elements: a bucket ends before the tensor that would take it beyond this size. A last
             bucket of less than half the size joins the previous bucket. By default 2**23, or
-            ``world_size * 2**20`` if that is more: shares then differ by 0.4% at most.
+            ``world_size * 2**20`` if that is more: shares then differ by 0.8% at most.
         alignment: every tensor starts at a multiple of this number in its bucket.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Parameters become views of buckets, in forward order. A bucket is cut only where the sum of squares
 of its gradients may be split (docs/numerics.md section 3). The ranks' shares therefore differ by
-one block at most, and any number of ranks computes the same bits.
+two blocks at most, and any number of ranks computes the same bits.
 """
 
 import copy
