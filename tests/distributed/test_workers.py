@@ -52,7 +52,7 @@ def worker(
         worker("zero_exchange", {3: 30}, NEWEST),
         worker("zero_faults", {2: 174, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
-        worker("zero_misuse", {2: 21}),
+        worker("zero_misuse", {2: 22}),
         worker("zero_random", {2: 48}),
     ],
 )

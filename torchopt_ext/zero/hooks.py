@@ -6,6 +6,7 @@ same on every rank, but gloo's worker threads finish reductions in any order (py
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,10 +172,6 @@ def reduce_scatter_hook(
     reducer.serve_hook()
     taken: list[Tensor] = []
 
-    def clear_after_ddp() -> None:
-        """Clears ``grad``, which DDP sets in a callback that it registers after this hook."""
-        call_at_end_of_backward(lambda: _C.clear_gradients(taken))
-
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:
         joins = graph_task() < 0  # DDP's join hook calls, on a rank out of data
         if joins and reducer.stepped:
@@ -187,7 +184,9 @@ def reduce_scatter_hook(
                 reducer.present.add(param)
             taken.append(param)
         if bucket.is_last() and not joins:
-            call_at_end_of_backward(clear_after_ddp)
+            # DDP sets ``grad`` in a callback that it registers after this hook.
+            clear = partial(_C.clear_gradients, taken)
+            call_at_end_of_backward(partial(call_at_end_of_backward, clear))
         if bucket.is_last() and joins and not zero._in_join:
             reducer.wrong = (
                 "this rank is out of data, and its sharded optimizer does not step along: use "
