@@ -4,6 +4,7 @@ Sections, names and defaults are those of torchtitan at commit 96c11f922. Settin
 0.2 added have its names. load_config.py translates names that differ between its versions.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,11 @@ def os_error_as_config_error(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
 
 
+def at_least(least: float, *, default: Any, less_than: float = math.inf) -> Any:
+    """Returns a dataclass field for numbers of `least` or more. supported.py rejects others."""
+    return field(default=default, metadata={"bounds": (least, less_than)})
+
+
 @dataclass
 class Job:
     config_file: str | None = None
@@ -63,11 +69,11 @@ class Profiling:
     """Record traces with torch.profiler."""
     save_traces_folder: str = "profile_traces"
     """Folder for traces, in dump_folder."""
-    profile_freq: int = 10
+    profile_freq: int = at_least(1, default=10)
     """Steps from one trace to the next."""
-    profiler_active: int = 1
+    profiler_active: int = at_least(1, default=1)
     """Steps that a trace records."""
-    profiler_warmup: int = 3
+    profiler_warmup: int = at_least(0, default=3)
     """Steps that the profiler runs before it records."""
     enable_memory_snapshot: bool = False
     """Write snapshots of the CUDA allocator's memory."""
@@ -77,7 +83,7 @@ class Profiling:
 
 @dataclass
 class Metrics:
-    log_freq: int = 10
+    log_freq: int = at_least(1, default=10)
     """Steps from one line of metrics to the next."""
     enable_tensorboard: bool = False
     """Write metrics for TensorBoard."""
@@ -115,15 +121,15 @@ class Model:
 class Optimizer:
     name: str = "AdamW"
     """Adam or AdamW."""
-    lr: float = 8e-4
+    lr: float = at_least(0, default=8e-4)
     """Learning rate, which the schedule's factor multiplies."""
-    beta1: float = 0.9
+    beta1: float = at_least(0, default=0.9, less_than=1)
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = at_least(0, default=0.95, less_than=1)
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = at_least(0, default=1e-8)
     """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = at_least(0, default=0.1)
     """Weight decay: decoupled for AdamW, added to the gradient for Adam."""
     no_decay: list[str] = field(default_factory=list)
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
@@ -157,11 +163,11 @@ class Optimizer:
 
 @dataclass
 class LRScheduler:
-    warmup_steps: int = 200
+    warmup_steps: int = at_least(0, default=200)
     """Steps over which the learning rate rises."""
-    total_steps: int | None = None
+    total_steps: int | None = at_least(1, default=None)
     """Length of the schedule; None: training.steps."""
-    decay_ratio: float | None = None
+    decay_ratio: float | None = at_least(0, default=None)
     """Share of the steps in which the learning rate decays; None: all steps after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
@@ -177,7 +183,7 @@ class DataLoader:
     """Keep worker processes from one epoch to the next."""
     pin_memory: bool = False
     """Load into pinned memory, for copies to a GPU."""
-    prefetch_factor: int | None = None
+    prefetch_factor: int | None = at_least(1, default=None)
     """Batches that each worker process prefetches."""
 
 
@@ -189,19 +195,19 @@ class Training:
     """Name of a registered data set."""
     dataset_path: str | None = None
     """Path of the data set."""
-    epochs: int = 0
+    epochs: int = at_least(0, default=0)
     """Passes over the data set before training ends; 0: no limit."""
-    batch_size: int = 8
+    batch_size: int = at_least(1, default=8)
     """Sequences in one local batch of a rank."""
-    global_batch_size: int = -1
+    global_batch_size: int = at_least(-1, default=-1)
     """Sequences of a step on all ranks, by gradient accumulation; -1: no accumulation."""
-    seq_len: int = 2048
+    seq_len: int = at_least(1, default=2048)
     """Tokens per sequence."""
     max_norm: float = 1.0
     """Clip gradients to this norm in the step; inf: measure only."""
-    max_consecutive_skips: int = 10
+    max_consecutive_skips: int = at_least(0, default=10)
     """End the job after this many skipped steps in a row; 0: never."""
-    steps: int = 10000
+    steps: int = at_least(0, default=10000)
     """Steps to train."""
     enable_cpu_offload: bool = False
     """Keep FSDP's parameters, gradients and optimizer state in host memory."""
@@ -213,11 +219,11 @@ class Training:
     """Dtype in which FSDP reduces gradients."""
     compile: bool = False
     """Compile each layer with torch.compile."""
-    gc_freq: int = 50
+    gc_freq: int = at_least(1, default=50)
     """Steps from one garbage collection to the next."""
     gc_debug: bool = False
     """Collect garbage in every step."""
-    seed: int | None = None
+    seed: int | None = at_least(0, default=None, less_than=1 << 64)
     """Seed of all random numbers; None: a random seed, and data in the order of seed 0."""
     deterministic: bool = False
     """Let torch use deterministic algorithms only. DDP keeps its first buckets, so that a resumed
@@ -260,7 +266,7 @@ class Parallelism:
     """Name of a schedule of torch.distributed.pipelining."""
     pipeline_parallel_schedule_csv: str | None = ""
     """CSV file of a custom schedule."""
-    pipeline_parallel_microbatch_size: int = 1
+    pipeline_parallel_microbatch_size: int = at_least(1, default=1)
     """Sequences per microbatch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """Accepted in torchtitan's files; has no effect."""
@@ -288,7 +294,7 @@ class Checkpoint:
     """Save the data position under fault tolerance; only true is supported."""
     folder: str = "checkpoint"
     """Folder for checkpoints, in dump_folder."""
-    interval: int = 500
+    interval: int = at_least(1, default=500)
     """Steps from one checkpoint to the next."""
     initial_load_path: str | None = None
     """Checkpoint to start from if the job has no checkpoint of its own."""
@@ -310,9 +316,9 @@ class Checkpoint:
     """Save the initial weights, in one process, and exit."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints while training continues."""
-    keep_latest_k: int = 10
+    keep_latest_k: int = at_least(0, default=10)
     """Checkpoints to keep; 0: all."""
-    load_step: int = -1
+    load_step: int = at_least(-1, default=-1)
     """Step to resume from; -1: the newest checkpoint."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """States not to load: model, optimizer, lr_scheduler, dataloader, train_state, rng."""
@@ -356,11 +362,11 @@ class Compile:
 
 @dataclass
 class Comm:
-    init_timeout_seconds: int = 300
+    init_timeout_seconds: int = at_least(1, default=300)
     """Timeout of collectives until the first step is done."""
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: int = at_least(1, default=100)
     """Timeout of collectives after the first step."""
-    trace_buf_size: int = 20000
+    trace_buf_size: int = at_least(0, default=20000)
     """Entries of NCCL's flight recorder; 0: off."""
     save_traces_folder: str = "comm_traces"
     """Folder for the flight recorder's files, in dump_folder."""
@@ -418,13 +424,13 @@ class Validation:
     """Name of a registered data set."""
     dataset_path: str | None = None
     """Path of the data set."""
-    local_batch_size: int = 8
+    local_batch_size: int = at_least(1, default=8)
     """Sequences in one local batch of a rank."""
-    seq_len: int = 2048
+    seq_len: int = at_least(1, default=2048)
     """Tokens per sequence."""
-    freq: int = 10
+    freq: int = at_least(1, default=10)
     """Steps from one validation to the next."""
-    steps: int = -1
+    steps: int = at_least(-1, default=-1)
     """Batches that a rank reads; -1: all."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Worker processes that load data."""

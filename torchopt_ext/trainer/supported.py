@@ -1,6 +1,8 @@
 """Rejects settings that the Trainer cannot honor."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from functools import reduce
 from typing import Any
 
@@ -41,45 +43,6 @@ _UNSUPPORTED = {
 }
 """Settings of torchtitan that must keep their defaults, and the reasons."""
 
-_AT_LEAST = {
-    "training.batch_size": 1,
-    "training.global_batch_size": -1,
-    "training.seq_len": 1,
-    "training.steps": 0,
-    "training.epochs": 0,
-    "training.max_consecutive_skips": 0,
-    "training.gc_freq": 1,
-    "training.dataloader.prefetch_factor": 1,
-    "validation.dataloader.prefetch_factor": 1,
-    "training.seed": 0,
-    "optimizer.lr": 0,
-    "optimizer.beta1": 0,
-    "optimizer.beta2": 0,
-    "optimizer.eps": 0,
-    "optimizer.weight_decay": 0,
-    "lr_scheduler.warmup_steps": 0,
-    "lr_scheduler.total_steps": 1,
-    "lr_scheduler.decay_ratio": 0,
-    "metrics.log_freq": 1,
-    "profiling.profile_freq": 1,
-    "profiling.profiler_active": 1,
-    "profiling.profiler_warmup": 0,
-    "comm.init_timeout_seconds": 1,
-    "comm.train_timeout_seconds": 1,
-    "comm.trace_buf_size": 0,
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "checkpoint.interval": 1,
-    "checkpoint.keep_latest_k": 0,
-    "checkpoint.load_step": -1,
-    "validation.freq": 1,
-    "validation.local_batch_size": 1,
-    "validation.seq_len": 1,
-    "validation.steps": -1,
-}
-"""Least values of numbers, which must also be finite. None, for a default, is allowed."""
-
-_LESS_THAN = {"training.seed": 1 << 64, "optimizer.beta1": 1, "optimizer.beta2": 1}
-
 
 def check_supported(job_config: JobConfig) -> None:
     """Rejects settings that the Trainer cannot honor.
@@ -96,12 +59,7 @@ def check_supported(job_config: JobConfig) -> None:
     ]
     if wrong:
         raise ConfigError(f"settings that this Trainer does not support: {'; '.join(wrong)}")
-    wrong = []
-    for name, least in _AT_LEAST.items():
-        number, end = _get(job_config, name), _LESS_THAN.get(name, math.inf)
-        if number is not None and not least <= number < end:
-            also = f" and less than {end}" if name in _LESS_THAN else ""
-            wrong.append(f"{name} is {number}, expected a number of {least} or more{also}")
+    wrong = [*_out_of_range(job_config, default)]
     if not 0 <= job_config.lr_scheduler.lr_min <= 1:
         wrong.append(f"lr_scheduler.lr_min is {job_config.lr_scheduler.lr_min}, expected 0 to 1")
     for name, kind in settings_of(type(job_config)).items():
@@ -129,6 +87,22 @@ def check_supported(job_config: JobConfig) -> None:
         wrong.append(f"compile.components is {compiled}, expected 'model' among them")
     if wrong:
         raise ConfigError("; ".join(wrong))
+
+
+def _out_of_range(config: Any, default: Any, prefix: str = "") -> Iterator[str]:
+    """Describes numbers outside the bounds of JobConfig's fields, also where a field is replaced.
+
+    Numbers must also be finite. None, for a default, is allowed.
+    """
+    for field in fields(default):
+        name, number = f"{prefix}{field.name}", getattr(config, field.name)
+        if is_dataclass(inner := getattr(default, field.name)):
+            yield from _out_of_range(number, inner, f"{name}.")
+        elif number is not None and (bounds := field.metadata.get("bounds")):
+            least, end = bounds
+            if not least <= number < end:
+                also = f" and less than {end}" if end < math.inf else ""
+                yield f"{name} is {number}, expected a number of {least} or more{also}"
 
 
 def _get(config: Any, name: str) -> Any:
