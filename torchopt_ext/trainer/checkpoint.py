@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +24,7 @@ from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
-from torchopt_ext.trainer.checkpoint_files import MANIFEST, File, Manifest
+from torchopt_ext.trainer.checkpoint_files import MANIFEST, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
 from torchopt_ext.trainer.distributed import DTYPES
@@ -272,10 +271,9 @@ class CheckpointManager:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-            mine = {name: asdict(file) for name, file in writer.written.items()}
-            every = self._everyones(mine, "listing a checkpoint's files")
-            written = {name: File(**file) for own in every for name, file in own.items()}
-            manifest = Manifest(step, contents, written)
+            every = self._everyones(writer.fs.written, "listing a checkpoint's files")
+            written = {name: file for own in every for name, file in own.items()}
+            manifest = Manifest(step=step, contents=contents, files=written)
             with fail_together(self._group):
                 if self._rank == 0:
                     if self._resumed_step is not None:
@@ -289,12 +287,17 @@ class CheckpointManager:
         self._done = step if contents == "full" else self._done
         self._refused.discard(step)
         if self._rank == 0:
-            self._log("Saved", f"step {step}", contents, manifest.size, begin)
+            size = sum(file["size"] for file in written.values())
+            self._log("Saved", f"step {step}", contents, size, begin)
             self._remove_old()
 
     def _failure(self, step: int, error: BaseException) -> RuntimeError:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, CheckpointException):  # each rank's reason, without its trace
+            failures = error.failures.items()
+            reason = "; ".join(f"rank {rank}: {problem}" for rank, (problem, _) in failures)
         return RuntimeError(
-            f"saving the checkpoint of step {step} in {self.folder} failed: {_reason(error)}"
+            f"saving the checkpoint of step {step} in {self.folder} failed: {reason}"
         )
 
     def _remove_old(self) -> None:
@@ -516,11 +519,3 @@ class CheckpointManager:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
             )
-
-
-def _reason(error: BaseException) -> str:
-    """Returns why a save failed; for DCP's error each rank's reason, without its trace."""
-    if isinstance(error, CheckpointException):
-        found = [f"rank {rank}: {problem}" for rank, (problem, _) in error.failures.items()]
-        return "; ".join(found)
-    return str(error) or type(error).__name__

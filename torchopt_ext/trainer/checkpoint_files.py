@@ -15,9 +15,8 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,16 +33,14 @@ _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|replaced|removing)")
 _CHUNK = 1 << 22
 
 
-@dataclass(frozen=True)
-class File:
+class File(TypedDict):
     """Size in bytes and CRC-32 of a file."""
 
     size: int
     crc32: int
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(TypedDict):
     """The contents of a checkpoint.
 
     Attributes:
@@ -54,11 +51,6 @@ class Manifest:
     step: int
     contents: str
     files: dict[str, File]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files.values())
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -71,10 +63,10 @@ def saving_folder(folder: Path, step: int) -> Path:
 
 def commit(folder: Path, manifest: Manifest) -> None:
     """Publishes the saved files as ``step-N``. An existing ``step-N`` is removed."""
-    saving, final = saving_folder(folder, manifest.step), folder / f"step-{manifest.step}"
-    content = asdict(manifest)
+    step = manifest["step"]
+    saving, final = saving_folder(folder, step), folder / f"step-{step}"
     with open(saving / f"{MANIFEST}.tmp", "w") as stream:
-        json.dump({"crc32": _crc32_of(content), "manifest": content}, stream, indent=1)
+        json.dump({"crc32": _crc32_of(manifest), "manifest": manifest}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(saving / f"{MANIFEST}.tmp", saving / MANIFEST)
@@ -82,8 +74,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     _publish(saving, final)
 
 
-def _crc32_of(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def _crc32_of(manifest: Manifest) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _publish(saving: Path, final: Path) -> None:
@@ -216,12 +208,11 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         return None
     try:
         body = json.loads(path.read_bytes())
-        found = body["manifest"]
-        if _crc32_of(found) != body["crc32"]:
+        manifest: Manifest = body["manifest"]
+        if _crc32_of(manifest) != body["crc32"]:
             raise ValueError("its CRC-32 is wrong")
-        files = {name: File(**file) for name, file in found["files"].items()}
-        return Manifest(int(found["step"]), str(found["contents"]), files)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return manifest
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
@@ -238,12 +229,12 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return too_short(checkpoint, Reader(checkpoint).read_metadata())
-    found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest.files else []
-    if step is not None and manifest.step != step:
-        found.append(f"its manifest is of step {manifest.step}")
+    found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest["files"] else []
+    if step is not None and manifest["step"] != step:
+        found.append(f"its manifest is of step {manifest['step']}")
     return found + [
         problem
-        for name, expected in share(manifest.files, rank, ranks).items()
+        for name, expected in share(manifest["files"], rank, ranks).items()
         if (problem := _file_problem(checkpoint / name, expected))
     ]
 
@@ -251,13 +242,13 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
 def contents_of(checkpoint: Path) -> str:
     """Returns "full" or "model". A checkpoint without a manifest is taken to be full."""
     manifest = read_manifest(checkpoint)
-    return "full" if manifest is None else manifest.contents
+    return "full" if manifest is None else manifest["contents"]
 
 
 def step_of(checkpoint: Path) -> int:
     """Returns a checkpoint's step, from its manifest or from its folder's name, or 0."""
     if manifest := read_manifest(checkpoint):
-        return manifest.step
+        return manifest["step"]
     match = _STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else 0
 
@@ -265,10 +256,10 @@ def step_of(checkpoint: Path) -> int:
 def _file_problem(path: Path, expected: File) -> str:
     try:
         size = path.stat().st_size
-        if size != expected.size:
-            return f"{path.name} has {size} bytes, expected {expected.size}"
-        if (crc32 := _crc32(path)) != expected.crc32:
-            return f"{path.name} has CRC-32 {crc32:08x}, expected {expected.crc32:08x}"
+        if size != expected["size"]:
+            return f"{path.name} has {size} bytes, expected {expected['size']}"
+        if (crc32 := _crc32(path)) != expected["crc32"]:
+            return f"{path.name} has CRC-32 {crc32:08x}, expected {expected['crc32']:08x}"
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return ""
@@ -286,9 +277,9 @@ def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
     """Returns the files that a rank checks. All ranks check about the same number of bytes."""
     loads = [0] * ranks
     mine = {}
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
         least = loads.index(min(loads))
-        loads[least] += files[name].size
+        loads[least] += files[name]["size"]
         if least == rank:
             mine[name] = files[name]
     return mine

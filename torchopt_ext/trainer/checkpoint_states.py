@@ -24,10 +24,16 @@ from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpac
 
 
 class ModelState:
-    """The live parameters and buffers of all parts, by their names in the whole model."""
+    """The live parameters and buffers of all parts, by their names in the whole model.
+
+    It keeps get_model_state_dict's names until a module's keys change: the call takes 30 us per
+    key, which a save would add to a training step.
+    """
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._parts = [(part, _Names()) for part in model_parts]
+        self._parts = model_parts
+        # each part's keys, and of those with wrappers' names the names without
+        self._names: list[tuple[list[str], dict[str, str]]] = [([], {})] * len(model_parts)
 
     def __call__(self) -> dict[str, Any]:
         """Returns the state for DCP to save.
@@ -36,30 +42,19 @@ class ModelState:
             ValueError: Two parts have an entry of the same name.
         """
         merged: dict[str, Any] = {}
-        for part, names in self._parts:
-            own = names.state_of(part)
+        for index, part in enumerate(self._parts):
+            live = part.state_dict()
+            if list(live) != self._names[index][0]:
+                named = get_model_state_dict(part)
+                old, new = (k for k in live if k not in named), (n for n in named if n not in live)
+                self._names[index] = list(live), dict(zip(old, new, strict=True))
+            renamed = self._names[index][1]
+            own = {key: value for key, value in live.items() if key not in renamed}
+            own |= {new: live[old] for old, new in renamed.items()}
             if both := sorted(merged.keys() & own.keys()):
                 raise ValueError(f"more than one model part has {both}")
             merged |= own
         return merged
-
-
-class _Names:
-    """Caches get_model_state_dict's names until a module's keys change: the call takes 30 us per
-    key, which a save would add to a training step."""
-
-    def __init__(self) -> None:
-        self._keys: list[str] = []
-        self._renamed: dict[str, str] = {}  # names with wrappers to names without
-
-    def state_of(self, part: nn.Module) -> dict[str, Any]:
-        own = part.state_dict()
-        if list(own) != self._keys:
-            named = get_model_state_dict(part)
-            old, new = (key for key in own if key not in named), (n for n in named if n not in own)
-            self._keys, self._renamed = list(own), dict(zip(old, new, strict=True))
-        kept = {key: value for key, value in own.items() if key not in self._renamed}
-        return kept | {new: own[old] for old, new in self._renamed.items()}
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class _Summing:
 
 class _SummingFiles(FileSystem):
     def __init__(self) -> None:
-        self.written: dict[str, File] = {}
+        self.written: dict[str, File] = {}  # this process's files, by name
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -52,7 +52,7 @@ class _SummingFiles(FileSystem):
             except RuntimeError as error:
                 # torch.save then reports "unexpected pos" instead of the cause.
                 raise summing.failed or error from None
-        self.written[Path(path).name] = File(os.path.getsize(path), summing.crc32)
+        self.written[Path(path).name] = File(size=os.path.getsize(path), crc32=summing.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -66,11 +66,6 @@ class Writer(FileSystemWriter):
         super().__init__(path)
         self.fs: _SummingFiles = _SummingFiles()
         self.repeated: dict[str, str] = {}  # all ranks' repeated values, on the coordinator
-
-    @property
-    def written(self) -> dict[str, File]:
-        """This process's files, by name."""
-        return self.fs.written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         at = {result.index.fqn: result for own in results for result in own}
