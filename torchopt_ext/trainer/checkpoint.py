@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torchopt_ext.optim.collective import all_gather_text, fail_together, raise_together
@@ -27,7 +26,7 @@ from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import MANIFEST, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
 from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
-from torchopt_ext.trainer.distributed import DTYPES
+from torchopt_ext.trainer.distributed import DTYPES, seed_generators
 from torchopt_ext.trainer.export import export_safetensors
 from torchopt_ext.trainer.staging import Staged
 
@@ -457,7 +456,11 @@ class CheckpointManager:
             for key, owner in plain.items():
                 found[key] = saved_values.state_to_load(owner.state_dict(), key, metadata)
         if model:
-            self._warn_of_others(checkpoint, metadata, model)
+            here = {name for own in self._everyones([*model], "comparing models") for name in own}
+            others = sorted(states_of.model_tensors(metadata).keys() - here)
+            if self._rank == 0 and others:
+                text = "%s has entries that the job's model lacks, and that are not loaded: %s"
+                logger.warning(text, checkpoint, states_of.some(others))
         wanted = model | rest | found
         alone = self._group is None
         with as_config_error():  # such as groups that the checkpoint's settings do not fit
@@ -476,7 +479,8 @@ class CheckpointManager:
             if TORCHFT in own and wanted[TORCHFT]:  # a job without fault tolerance saves none
                 own[TORCHFT].load_state_dict(wanted[TORCHFT])
             if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
-                states_of.reseed(files.step_of(checkpoint))
+                # Equal on ranks with equal seeds, and different at each step.
+                seed_generators((torch.initial_seed() + files.step_of(checkpoint)) % 2**63)
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
@@ -488,13 +492,6 @@ class CheckpointManager:
         optimizers = self._states[OPTIMIZER]
         if model and OPTIMIZER not in rest and hasattr(optimizers, "refresh_masters"):
             optimizers.refresh_masters()  # those that exist are of the weights before
-
-    def _warn_of_others(self, checkpoint: Path, metadata: Metadata, model: dict[str, Any]) -> None:
-        """Warns of a checkpoint's entries that no rank's model has. All ranks call it."""
-        here = {name for own in self._everyones([*model], "comparing models") for name in own}
-        if self._rank == 0 and (others := sorted(states_of.model_tensors(metadata).keys() - here)):
-            text = "%s has entries that the job's model lacks, and that are not loaded: %s"
-            logger.warning(text, checkpoint, states_of.some(others))
 
     def _everyones(self, value: Any, what: str) -> list[Any]:
         """Returns all ranks' values, which must be of JSON's types. Errors name `what`."""

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torchopt_ext._torch import set_element
 from torchopt_ext.statedict.entries import plain
 from torchopt_ext.trainer.config import ConfigError, Parallelism
-from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked
 
@@ -229,8 +228,3 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(tuple(states["numpy"]))
-
-
-def reseed(step: int) -> None:
-    """Seeds the generators for a step: equal on ranks with equal seeds, different at each step."""
-    seed_generators((torch.initial_seed() + step) % 2**63)

@@ -1,8 +1,7 @@
 """Fault tolerance with torchft: this replica group's manager, and its share of the data."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,22 +66,6 @@ class FTManager:
                     params[i].grad = None
 
 
-@contextmanager
-def _after_rank_0() -> Iterator[None]:
-    """Lets the other ranks enter when rank 0 has left, even if it raised.
-
-    Rank 0 of a group writes its manager's address into torchrun's store, and the others read it.
-    The store outlives a restart of the ranks, so they could read the address of the manager before.
-    """
-    if dist.get_rank() != 0:
-        dist.barrier()
-    try:
-        yield
-    finally:
-        if dist.get_rank() == 0:
-            dist.barrier()
-
-
 def init_ft_manager(job_config: JobConfig) -> FTManager:
     """Builds the manager that `[fault_tolerance]` asks for.
 
@@ -104,7 +87,11 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     torchft = import_extra("torchft", "fault_tolerance.enable")
     kinds = {"gloo": torchft.ProcessGroupGloo, "nccl": torchft.ProcessGroupNCCL}
     timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-    with _after_rank_0():
+    # Rank 0 of a group writes its manager's address into torchrun's store, and the others read it.
+    # The store outlives a restart of the ranks, so they wait, or would read the address before.
+    if dist.get_rank() != 0:
+        dist.barrier()
+    try:
         manager = torchft.Manager(
             pg=kinds[config.process_group](timeout=timeout),
             min_replica_size=config.min_replica_size,
@@ -115,4 +102,7 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
             use_async_quorum=False,
             replica_id=f"torchopt_ext_ft_{config.replica_id}",
         )
+    finally:
+        if dist.get_rank() == 0:
+            dist.barrier()
     return FTManager(manager, config.group_size, config.replica_id)

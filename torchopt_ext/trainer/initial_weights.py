@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchopt_ext.fsdp import keep_low_precision_shards
 from torchopt_ext.statedict.entries import unwrapped
@@ -27,18 +26,15 @@ def tie(model: nn.Module, ties: list[list[str]]) -> None:
         param = model.get_parameter(first)
         for name in others:
             other = model.get_parameter(name)
-            if _placed(other) != _placed(param):
+            placed = [getattr(p, "placements", None) for p in (param, other)]
+            if placed[0] != placed[1]:
                 raise ConfigError(
                     f"{first} and {name} are one parameter, which the tensor parallel plan divides "
-                    f"by {_placed(param)} and by {_placed(other)}"
+                    f"by {placed[0]} and by {placed[1]}"
                 )
             if other is not param:
                 owner, _, own = name.rpartition(".")
                 setattr(model.get_submodule(owner), own, param)
-
-
-def _placed(param: nn.Parameter) -> object:
-    return param.placements if isinstance(param, DTensor) else None
 
 
 @torch.no_grad()

@@ -16,32 +16,29 @@ class OptimizerTime:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._event: Any = torch.cuda.Event  # untyped
-        self._events: deque[tuple[Any, Any]] = deque(maxlen=100)
-        self._seconds: list[float] = []
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=100 if self._on_gpu else None)
         self._started: Any = None
 
     def __enter__(self) -> None:
-        if self._on_gpu:
-            self._started = self._event(enable_timing=True)
-            self._started.record()
-        else:
-            self._started = time.perf_counter()
+        self._started = self._now()
 
     def __exit__(self, *_: Any) -> None:
-        if self._on_gpu:
-            ended = self._event(enable_timing=True)
-            ended.record()
-            self._events.append((self._started, ended))
-        else:
-            self._seconds.append(time.perf_counter() - self._started)
+        self._steps.append((self._started, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def mean(self) -> float:
         """Returns the mean seconds of the steps since the last call; 0 without steps."""
-        for started, ended in self._events:
-            ended.synchronize()
-            self._seconds.append(started.elapsed_time(ended) / 1000)
-        mean = sum(self._seconds) / max(len(self._seconds), 1)
-        self._events.clear()
-        self._seconds.clear()
-        return mean
+        seconds = []
+        while self._steps:
+            started, ended = self._steps.popleft()
+            if self._on_gpu:
+                ended.synchronize()
+            took = started.elapsed_time(ended) / 1000 if self._on_gpu else ended - started
+            seconds.append(took)
+        return sum(seconds) / max(len(seconds), 1)

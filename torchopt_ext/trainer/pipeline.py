@@ -228,12 +228,10 @@ def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Mod
     part = copy.deepcopy(model)
     names = [name for name, _ in part.named_children()]
     middle = names.index("layers")
-    if index > 0:
-        for name in names[:middle]:
-            setattr(part, name, None)
-    if index < len(split) - 1:
-        for name in names[middle + 1 :]:
-            setattr(part, name, None)
+    before = names[:middle] if index > 0 else []
+    after = names[middle + 1 :] if index < len(split) - 1 else []
+    for name in before + after:
+        setattr(part, name, None)
     layers = layers_of(part)
     for name in list(layers):
         if name not in split[index]:

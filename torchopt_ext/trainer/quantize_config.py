@@ -54,11 +54,9 @@ class Float8GroupedMM:
 
 
 @dataclass
-class MXGroupedMM:
+class MXGroupedMM(Float8GroupedMM):
     recipe_name: Literal["mxfp8"] = "mxfp8"
     """Named recipe of formats."""
-    fqns: list[str] = field(default_factory=list)
-    """Experts that are converted."""
 
 
 @dataclass

@@ -11,8 +11,6 @@ import torch
 
 from torchopt_ext._torch import default_store
 
-_KEY = "torchopt_ext.trainer.stop_after"
-
 
 class StopOnSignal:
     """Stops all ranks after the same step when any rank gets SIGTERM, which schedulers send.
@@ -38,7 +36,7 @@ class StopOnSignal:
         self._ends: deque[Any] = deque()  # of the started steps
         # torchrun's store outlives a restart of the ranks.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store, self._key = default_store(), f"{_KEY}.{restarts}"
+        self._store, self._key = default_store(), f"torchopt_ext.trainer.stop_after.{restarts}"
         self.received = False
         self._before: Any = None
 

@@ -395,7 +395,7 @@ class Trainer(Stateful):
             maybe_enable_profiling(job_config, global_step=self.step) as torch_profiler,
             maybe_enable_memory_snapshot(job_config, global_step=self.step) as memory_profiler,
         ):
-            if self.step == 0 and self._validation_is_due():
+            if self.step == 0:
                 self._validate()
             data_iterator = iter(self.dataloader)
             self.metrics_processor.time_last_log = time.perf_counter()
@@ -414,8 +414,7 @@ class Trainer(Stateful):
                     break
                 self.train_step(inputs, labels)
                 self._stop_if_stuck()
-                if self._validation_is_due():
-                    self._validate()
+                self._validate()
                 if self.checkpointer.is_due(self.step):
                     self._skips.wait()
                 skipping = self._skips.consecutive > 0
@@ -434,8 +433,8 @@ class Trainer(Stateful):
                     "SIGTERM" if self.stopped_by == "SIGTERM" else "the data set has ended",
                 )
                 ended = self.stopped_by == "data"
-                if ended and not self._validation_is_due():
-                    self._validate()
+                if ended:
+                    self._validate(due=False)
                 self.checkpointer.save(self.step, force=True, ended=ended)
         self.metrics_processor.close()
         logger.info("Training completed")
@@ -444,11 +443,9 @@ class Trainer(Stateful):
         meshes = self.parallel_dims.meshes
         distributed.set_pg_timeouts(timedelta(seconds=seconds), self.world_mesh, meshes)
 
-    def _validation_is_due(self) -> bool:
-        return self.validator is not None and self.validator.should_validate(self.step)
-
-    def _validate(self) -> None:
-        if self.validator is None:
+    def _validate(self, due: bool = True) -> None:
+        """Validates after this step if a validation is due, or with ``due=False`` if none is."""
+        if self.validator is None or self.validator.should_validate(self.step) != due:
             return
         with self.metrics_processor.pause():
             loss = self._mean_and_max(self.validator.validate())[0]
