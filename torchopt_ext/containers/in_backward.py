@@ -18,11 +18,11 @@ from torchopt_ext._torch import (
     mark_step_for_schedulers,
 )
 from torchopt_ext.containers.batches import make_batches
-from torchopt_ext.containers.optimizers import OptimizersContainer, T, evaluate, jointly_decided
+from torchopt_ext.containers.optimizers import OptimizersContainer, T, jointly_decided
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
-from torchopt_ext.optim.hooks import inner_step
+from torchopt_ext.optim.hooks import evaluate, inner_step
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of, remove_all
 from torchopt_ext.statedict.entries import MASTERS

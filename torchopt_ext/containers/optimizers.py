@@ -22,6 +22,7 @@ from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_para
 from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
     HookedStep,
+    evaluate,
     inner_step,
     is_patched,
     is_watched,
@@ -465,12 +466,6 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     if not isinstance(chosen, frozenset):
         return arguments
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
-
-
-def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """Runs the closure of a step, if there is one; returns its loss."""
-    with torch.enable_grad():
-        return None if closure is None else closure()
 
 
 def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:

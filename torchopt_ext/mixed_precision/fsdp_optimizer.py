@@ -25,7 +25,7 @@ from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.hooks import inner_step, run_hooks
+from torchopt_ext.optim.hooks import evaluate, inner_step, run_hooks
 from torchopt_ext.optim.local import is_captured, local_tensor, moved, params_of, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
@@ -217,9 +217,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             self._unlogged = None
             copied.synchronize()
             log_if(skip.item())
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
+        evaluate(closure)
         try:
             self._check_scaled()
         except RuntimeError:

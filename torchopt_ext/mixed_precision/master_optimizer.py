@@ -67,18 +67,14 @@ class MasterOptimizer(Controlled):
         self._adopt(optim.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known, count = {param for param, _ in self._pairs()}, len(self.optim.param_groups)
-        try:
-            with restored_if_raised([param_group]):
-                self.optim.add_param_group(param_group)
-                group = self.optim.param_groups[-1]
-                self._refuse(count, group)
-                if known & set(group["params"]):
-                    raise ValueError("some parameters appear in more than one parameter group")
-                self._adopt([group])
-        except BaseException:
-            del self.optim.param_groups[count:]
-            raise
+        known = {param for param, _ in self._pairs()}
+        with restored_if_raised([param_group], self.optim):
+            self.optim.add_param_group(param_group)
+            group = self.optim.param_groups[-1]
+            self._refuse(len(self.param_groups), group)
+            if known & set(group["params"]):
+                raise ValueError("some parameters appear in more than one parameter group")
+            self._adopt([group])
 
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
         for name, param in zip(names_of(number, group), group["params"], strict=True):

@@ -66,12 +66,14 @@ def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
 
 
 @contextmanager
-def restored_if_raised(groups: Iterable[Any]) -> Iterator[None]:
+def restored_if_raised(groups: Iterable[Any], optimizer: Any = None) -> Iterator[None]:
     """Undoes what torch writes to a caller's group dicts, if an error follows.
 
     torch adds all defaults (torch/optim/optimizer.py, add_param_group), which a second call with
-    other arguments would take for the caller's.
+    other arguments would take for the caller's. Also removes the groups that an optimizer got.
     """
+    held = [] if optimizer is None else optimizer.param_groups
+    count = len(held)
     given = [] if isinstance(groups, Tensor) else [g for g in groups if isinstance(g, dict)]
     for group in given:
         if isinstance(params := group.get("params"), Iterator):
@@ -80,6 +82,7 @@ def restored_if_raised(groups: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        del held[count:]
         for group, own in zip(given, before, strict=True):
             group.clear()
             group.update(own)

@@ -28,7 +28,7 @@ from torchopt_ext.optim.arguments import (
 from torchopt_ext.optim.collective import fail_together_in
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.optim.hooks import HookedStep, run_hooks
+from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
@@ -262,24 +262,16 @@ class FusedAdam(HookedStep, PlannedStep):
         Raises:
             RuntimeError: as :func:`torchopt_ext.optim.fused_step`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluate(closure)
         fused_step([self], self._context)
         return loss
 
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        count = len(self.param_groups)
-        try:
-            with restored_if_raised([param_group]):
-                super().add_param_group(param_group)
-                self._check_group(self.param_groups[-1])
-                self._look_at_new_params()
-        except BaseException:
-            del self.param_groups[count:]
-            raise
+        with restored_if_raised([param_group], self):
+            super().add_param_group(param_group)
+            self._check_group(self.param_groups[-1])
+            self._look_at_new_params()
         _holders[id(self.param_groups[-1]["params"])] = self
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
@@ -66,9 +67,7 @@ class HookedStep:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         first = next(i for i in range(1, len(order)) if issubclass(order[i], HookedStep))
-        wrapper: dict[str, Any] = {}
-        for base in reversed(order[1:first]):
-            wrapper |= vars(base)
+        wrapper = {n: v for base in reversed(order[1:first]) for n, v in vars(base).items()}
         if "__getattr__" not in wrapper or not isinstance(wrapper.get("optimizer"), property):
             return
         ours = [base for base in order[first:] if base.__module__.startswith("torchopt_ext.")]
@@ -98,6 +97,12 @@ def forwarded(to: str, name: str) -> Any:
         operator.attrgetter(f"{to}.{name}"),
         lambda self, value: setattr(getattr(self, to), name, value),
     )
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Runs the closure of a step, if there is one; returns its loss."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
 
 
 def step_in(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
 from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
@@ -205,8 +206,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             return
         if self._overlap_with_ddp:
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
-        count = len(self.param_groups)
-        try:
+        with restored_if_raised([], self):
             with fail_together(self.process_group):
                 super().add_param_group({**param_group})
                 group = self.param_groups[-1]
@@ -216,9 +216,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
                 self._optim_constructor([dict(group)], **others)
             check_same(describe_params(self), "parameters", self.process_group)
-        except Exception:
-            del self.param_groups[count:]
-            raise
         self._all_params = params
         self._is_trainable_mask = _C.requires_grad(params)
         self.partition.add_group(group["params"])
