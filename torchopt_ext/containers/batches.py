@@ -42,17 +42,13 @@ class Batches:
 
     def __init__(self, batches: Iterable[Sequence[FusedAdam]], sizes: dict[Tensor, int]) -> None:
         self.joint_steps = [JointStep(optimizers) for optimizers in batches]
-        self._places = {
+        self.places = {  # by the parameter's id
             id(param): (joint, position, sizes[param])
             for joint in self.joint_steps
             for position, param in enumerate(joint.params)
         }
         # By stream, because gradients are complete in order on each stream.
         self._waiting: dict[torch.Stream | None, weakref.ref[_Waiting]] = {}
-
-    @property
-    def params(self) -> list[Tensor]:
-        return [param for joint in self.joint_steps for param in joint.params]
 
     def take(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient, and steps with it now or before backward has ended."""
@@ -65,7 +61,7 @@ class Batches:
             self._waiting[stream] = weakref.ref(waiting)
             if task >= 0:
                 call_at_end_of_backward(waiting.end)  # only this callback keeps the gradients
-        waiting.add(gradient, *self._places[id(param)])
+        waiting.add(gradient, *self.places[id(param)])
         if task < 0:  # called outside of backward
             waiting.end()
 

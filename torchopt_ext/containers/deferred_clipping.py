@@ -7,7 +7,6 @@ gradients once, for the norm. The step multiplies them while it reads them anywa
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,11 +16,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import (
-    OptimizersContainer,
-    all_containers,
-    make_latest,
-)
+from torchopt_ext.containers.optimizers import OptimizersContainer, all_containers, make_latest
 from torchopt_ext.optim import FusedAdam
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.local import params_of
@@ -115,22 +110,6 @@ class DeferredClipping:
         self._max_norm, self._measured = None, {}
 
 
-class ClippedInBackward:
-    """Answers clipping calls for a container in backward, which has clipped and updated already.
-
-    torchtitan's function would see no gradients at that time, and would return a norm of 0.
-    """
-
-    def __init__(self, container: OptimizersInBackwardContainer[Any]) -> None:
-        self._container = weakref.ref(container)
-
-    def clip(self, max_norm: float, process_group: Any = None) -> Tensor:
-        """Returns the norm of the last update, before clipping: 0-dim, float64."""
-        container = self._container()
-        assert container is not None  # the container keeps this object
-        return container.control.grad_norm
-
-
 def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
     """Makes a container clip in its steps when `clip` of the returned object was called.
 
@@ -149,8 +128,12 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
 
 
 def report_norm(container: OptimizersInBackwardContainer[Any]) -> None:
-    """Makes `clip_grad_norm_` return a container's norm, after :func:`take_over` replaced it."""
-    container.reported_norm = ClippedInBackward(container)
+    """Makes `clip_grad_norm_` return a container's norm, after :func:`take_over` replaced it.
+
+    The container has clipped and updated already. torchtitan's function would see no gradients at
+    that time, and would return a norm of 0.
+    """
+    container.reports_norm = True
 
 
 def take_over(module: Any) -> None:
@@ -178,28 +161,32 @@ def take_over(module: Any) -> None:
     ) -> Tensor:
         # A generator can be read only once.
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        clipping = _clipping_of(params)
+        container = _container_of(params)
         alike = norm_type == 2.0 and not error_if_nonfinite and max_norm > 0.0
-        if clipping is None or not alike:
+        if container is None or not alike:
             return stock(
                 params, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled
             )
-        return clipping.clip(max_norm, None if pp_mesh is None else pp_mesh.get_group())
+        if container.deferred_clipping is None:
+            return container.control.grad_norm  # of the update that backward has made
+        group = None if pp_mesh is None else pp_mesh.get_group()
+        return container.deferred_clipping.clip(max_norm, group)
 
     clip_grad_norm_.torchopt_ext_defers = True  # type: ignore[attr-defined]
     module.clip_grad_norm_ = clip_grad_norm_
 
 
-def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBackward | None:
-    """Returns the object that clips exactly these parameters, or None for torchtitan's function.
+def _container_of(parameters: Sequence[Tensor]) -> OptimizersContainer[Any] | None:
+    """Returns the container that clips exactly these parameters, or None if torchtitan clips them.
 
     Their container decides, whether it defers clipping or not. Parameters that it does not step may
     come along if they have no gradients. If several containers match, it is the one with the most
     parameters, because a stage may train none. If several have as many, it is the latest, because
     an older one may not be collected yet.
     """
-    given, decides, most = set(map(id, parameters)), None, -1
-    for container in all_containers():
+    given, most = set(map(id, parameters)), -1
+    decides: OptimizersContainer[Any] | None = None
+    for container in [*all_containers]:
         own = set(map(id, params_of(container)))
         if len(own) < most or not own <= given:
             continue
@@ -207,6 +194,5 @@ def _clipping_of(parameters: Sequence[Tensor]) -> DeferredClipping | ClippedInBa
             decides, most = container, len(own)
     if isinstance(decides, OptimizersInBackwardContainer):
         # Gradients that backward has left are not in the norm that it measured.
-        stepped: ClippedInBackward | None = decides.reported_norm
-        return stepped if all(p.grad is None for p in parameters) else None
-    return None if decides is None else decides.deferred_clipping
+        return decides if decides.reports_norm and all(p.grad is None for p in parameters) else None
+    return None if decides is None or decides.deferred_clipping is None else decides

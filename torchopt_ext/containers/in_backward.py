@@ -1,5 +1,6 @@
 """OptimizersInBackwardContainer: each parameter is stepped as soon as its gradient is complete."""
 
+import functools
 import gc
 import logging
 import operator
@@ -61,7 +62,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     """
 
     measures_norm: bool  # max_grad_norm and skip_nonfinite need the norm
-    reported_norm: Any = None  # set by deferred_clipping.report_norm()
+    reports_norm = False  # set by deferred_clipping.report_norm()
     _noted = False
 
     def __init__(
@@ -87,17 +88,17 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._handles = handles_of(self)
         self._watch()
         for optimizer in self.optimizers:
-            vars(optimizer)["add_param_group"] = _reject_group
+            vars(optimizer)["add_param_group"] = functools.partial(_reject, _NO_GROUP)
             if not self.measures_norm and isinstance(optimizer, FusedAdam):
-                vars(optimizer)["set_schedule"] = _reject_schedule
-                vars(optimizer)["set_loss_scale"] = _reject_loss_scale
+                vars(optimizer)["set_schedule"] = functools.partial(_reject, _NO_SCHEDULE)
+                vars(optimizer)["set_loss_scale"] = functools.partial(_reject, _NO_LOSS_SCALE)
 
     def _watch(self) -> None:
         """Hooks the parameters that are in the groups now, and no others."""
         remove_all(self._handles)
         self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
         found = [] if self.measures_norm else make_batches(self.optimizers)
-        self._batches_of = {id(param): batches for batches in found for param in batches.params}
+        self._batches_of = {param: batches for batches in found for param in batches.places}
         self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._reduced_by_ddp: bool | None = None  # None: not searched for yet
@@ -192,7 +193,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
-            _reject_group(param_group)
+            _reject(_NO_GROUP)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -281,11 +282,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def _update_complete(self) -> None:
         self._watch_swapped()
         # Otherwise another part's microbatches or step() must follow.
-        if self._counts and self._is_complete():
+        if set(self._counts.values()) == {self._backwards or 1}:
             self._update(ALONE)
-
-    def _is_complete(self) -> bool:
-        return all(count == (self._backwards or 1) for count in self._counts.values())
 
     def _update(self, context: StepContext) -> None:
         self._step(context)
@@ -310,25 +308,22 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._counts = {}
 
 
-def _reject_group(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "a container in backward takes the gradients of the parameters that it was built with: "
-        "build one for the grown model and load this one's state_dict()"
-    )
+_NO_GROUP = (
+    "a container in backward takes the gradients of the parameters that it was built with: build "
+    "one for the grown model and load this one's state_dict()"
+)
+_NO_SCHEDULE = (
+    "a schedule counts the steps of its optimizer, and here each parameter has one, which steps "
+    "only where it is used: take LRSchedulersContainer"
+)
+_NO_LOSS_SCALE = (
+    "a loss scale needs one decision on all gradients, and here each parameter has an optimizer of "
+    "its own: build the container with skip_nonfinite=True"
+)
 
 
-def _reject_schedule(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "a schedule counts the steps of its optimizer, and here each parameter has one, which "
-        "steps only where it is used: take LRSchedulersContainer"
-    )
-
-
-def _reject_loss_scale(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "a loss scale needs one decision on all gradients, and here each parameter has an "
-        "optimizer of its own: build the container with skip_nonfinite=True"
-    )
+def _reject(message: str, *_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(message)
 
 
 def _is_reduced_by_ddp(params: Iterable[Tensor]) -> bool:

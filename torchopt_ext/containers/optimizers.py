@@ -384,19 +384,15 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         )
 
 
-_containers: weakref.WeakKeyDictionary[OptimizersContainer[Any], None]
-_containers = weakref.WeakKeyDictionary()
-
-
-def all_containers() -> list[OptimizersContainer[Any]]:
-    """Returns all containers that exist, the latest last."""
-    return [*_containers]
+all_containers: weakref.WeakKeyDictionary[OptimizersContainer[Any], None]
+all_containers = weakref.WeakKeyDictionary()
+"""All containers that exist, the latest last."""
 
 
 def make_latest(container: OptimizersContainer[Any]) -> None:
     """Makes a container the latest, which it also is when it has just been built."""
-    _containers.pop(container, None)
-    _containers[container] = None
+    all_containers.pop(container, None)
+    all_containers[container] = None
 
 
 def check_compat(compat: Any) -> str | None:
