@@ -218,11 +218,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
             copied.synchronize()
             log_if(skip.item())
         evaluate(closure)
-        try:
-            self._check_scaled()
-        except RuntimeError:
+        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
             reject([stepper], StepContext(check_overflow=True), Agreement())
-            raise
+            raise RuntimeError(
+                f"there are gradients that this optimizer's backward() did not scale, but the loss "
+                f"scale is {self.loss_scale.item():g}, by which step() divides: call "
+                f"optimizer.backward(loss) instead of loss.backward()"
+            )
         stepper.max_grad_norm = self.max_grad_norm
         try:
             if isinstance(stepper, MasterOptimizer):
@@ -244,14 +246,6 @@ class FSDPadaptOptimizer(BaseOptimizer):
             return None
         log_if(skipped)
         return not skipped
-
-    def _check_scaled(self) -> None:
-        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
-            raise RuntimeError(
-                f"there are gradients that this optimizer's backward() did not scale, but the loss "
-                f"scale is {self.loss_scale.item():g}, by which step() divides: call "
-                f"optimizer.backward(loss) instead of loss.backward()"
-            )
 
     def _has_gradients(self) -> bool:
         return any(param.grad is not None for param in params_of(self._stepper))

@@ -129,12 +129,11 @@ class Offloader:
         self._streams: dict[torch.device, Any] = {}
         optimizer.register_step_pre_hook(lambda *_: self.bring_back())
         optimizer.register_state_dict_pre_hook(lambda _: self.wait())
-        optimizer.register_state_dict_post_hook(self._clone_if_offloaded)
+        # Clones offloaded state for a state dict: the next offload overwrites host memory.
+        optimizer.register_state_dict_post_hook(
+            lambda _, states: tree_map_only(Tensor, Tensor.clone, states) if self._origin else None
+        )
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_back())
-
-    def _clone_if_offloaded(self, _: Any, states: dict[str, Any]) -> dict[str, Any]:
-        """Clones offloaded state for a state dict: the next offload overwrites host memory."""
-        return tree_map_only(Tensor, Tensor.clone, states) if len(self._origin) else states
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Returns None: a copy of the optimizer has no offloader."""
@@ -159,7 +158,7 @@ class Offloader:
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:
         """Moves all offloaded state back."""
-        if not len(self._origin):
+        if not self._origin:
             return
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", cuda.current_device())
