@@ -118,6 +118,7 @@ def build_optimizers(
     backwards = getattr(config, "backwards_per_step", 1)
     choice = choice_of_params(config) | {"partial": partial}
     choice["compat"] = getattr(config, "compat", None)
+    arguments = model_parts, classes[config.name], options
     if in_backward:
         if deferred:
             raise ValueError(
@@ -129,11 +130,7 @@ def build_optimizers(
                 "write_back_gradients has no effect with early_step_in_backward, which frees "
                 "gradients when they have been used"
             )
-        return OptimizersInBackwardContainer(
-            *(model_parts, classes[config.name], options),
-            backwards_per_step=backwards,
-            **choice,
-        )
+        return OptimizersInBackwardContainer(*arguments, backwards_per_step=backwards, **choice)
     if backwards != 1:
         raise ValueError("backwards_per_step has no effect without early_step_in_backward")
     container: OptimizersContainer[Any]
@@ -141,16 +138,10 @@ def build_optimizers(
         # In torchtitan 0.1 the job configuration tells, not the manager.
         section = getattr(given, "fault_tolerance", None)
         every_step = getattr(section, "semi_sync_method", None) is None
-        container = FTOptimizersContainer(
-            model_parts,
-            classes[config.name],
-            options,
-            ft_manager.manager,
-            getattr(ft_manager, "use_async_quorum", every_step),
-            **choice,
-        )
+        quorum = getattr(ft_manager, "use_async_quorum", every_step)
+        container = FTOptimizersContainer(*arguments, ft_manager.manager, quorum, **choice)
     else:
-        container = OptimizersContainer(model_parts, classes[config.name], options, **choice)
+        container = OptimizersContainer(*arguments, **choice)
     if deferred:
         defer_clipping(container)
     return container
@@ -288,11 +279,8 @@ def reject_ineffective_without_norm(options: Mapping[str, Any], *, deferred: boo
 def _of_job_config(job_config: Any, ft_manager: Any = None) -> tuple[Any, Any, Any]:
     parallelism = getattr(job_config, "parallelism", None)
     stages = getattr(parallelism, "pipeline_parallel_degree", 1)
-    return (
-        job_config.optimizer,
-        SimpleNamespace(pp_enabled=stages > 1, ep_enabled=False),
-        ft_manager,
-    )
+    dims = SimpleNamespace(pp_enabled=stages > 1, ep_enabled=False)
+    return job_config.optimizer, dims, ft_manager
 
 
 def _of_optimizer_config(
