@@ -62,21 +62,31 @@ class WeightMarks:
 def take_weight(master: Tensor, weight: Tensor) -> None:
     """Sets the elements of a master that do not round to the weight to the weight."""
 
-class VersionCounter:
-    """A tensor's version counter: it tells the tensor from a later one with the same id."""
+class Identity:
+    """Tells a tensor from others, also from a later one at its address; keeps nothing alive.
+
+    torch.utils.swap_tensors swaps the identities of two tensors, too.
+    """
 
     def __init__(self, tensor: Tensor) -> None: ...
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor's counter, as of all views of one tensor."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+class Identities:
+    """The identities of tensors."""
+
+    def __init__(self, tensors: list[Tensor]) -> None: ...
+    def fit(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the same tensors."""
 
 class OptimizerPlan:
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
-        # Parameter; local parameter, moments (None without amsgrad), master (or None) and step;
-        # group, name, number, part; place (optim/storage.py); whether they are copy and, as master,
-        # weight
+        # Parameter, moments (None without amsgrad), master (or None) and step; their local tensors;
+        # group, name, number, part; place (optim/storage.py); whether the local tensors are copy
+        # and, as master, weight
         params: Sequence[tuple[Any, ...]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],

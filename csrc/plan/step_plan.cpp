@@ -127,7 +127,8 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
            (is_scale ? has_shape(*tensor, scale_shape(known.shape))
                      : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : known.shape));
   };
-  bool all = !known.impl_changed && address(*tensors[kStep]) == work.memory[kStep];
+  bool all = !known.impl_changed && address(*tensors[kStep]) == work.memory[kStep] &&
+             tensors[kStep]->dtype() == known.type[kStep];
   for (size_t array = 0; array < kStep && all; ++array) {
     all = fits(array);
   }
@@ -140,8 +141,11 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     for (size_t array = 0; array < kPersistentArrays; ++array) {
       tensors[array] = to_tensor(borrowed_[i][array]);
     }
-    TORCH_CHECK(tensors[kParam].dtype() == known_[i].type[kParam], what(kParam, i),
-                " is of another dtype, which decides what state it needs");
+    for (const Array array : {kParam, kMaster}) {
+      const at::Tensor& tensor = tensors[array];
+      TORCH_CHECK((tensor.defined() ? tensor.dtype() : caffe2::TypeMeta()) == known_[i].type[array],
+                  what(array, i), " is of another dtype, which decides what state it needs");
+    }
     check_entry(i, tensors);
   }
   check_overlap({});

@@ -21,12 +21,17 @@ inline at::Tensor to_tensor(c10::TensorImpl* impl) {
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// Whether two handles refer to the same version counter. torch has no such function; a handle is
-// one pointer to its counter. A test that changes the counter would lose counts of other threads.
-inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+// Whether two handles refer to the same version counter, or both to none, as of inference tensors.
+// torch has no such function; a handle is one pointer to its counter. A test that changes the
+// counter would lose counts of other threads.
+inline bool same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): all that a handle holds
-  return a.enabled() && std::memcmp(&a, &b, sizeof(a)) == 0;
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
+inline bool shares_version(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  return a.enabled() && same_counter(a, b);
 }
 
 // Reports an in-place change to autograd, as torch's own operators do. A tensor made in inference

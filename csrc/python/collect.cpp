@@ -1,49 +1,124 @@
 // Moves the gradients of a step from Python's objects to the plans: OptimizerPlan::collect().
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
 #include "python/optimizer_plan.h"
 
 namespace torchopt_ext {
 
 namespace py = pybind11;
 
+namespace {
+
+// Needs no GIL of its own: nobody changes types while the caller holds the GIL.
+bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
+// Calls visit(object) on each known object that is not null, in the order of the entries.
+template <class Objects, class Visit>
+void visit_objects(const Objects& objects, const Visit& visit) {
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (i + kEntriesAhead < objects.size()) {
+      for (const PyObject* object : objects[i + kEntriesAhead].local) {
+        __builtin_prefetch(object, 1);
+      }
+    }
+    for (PyObject* object : objects[i].local) {
+      if (object != nullptr) {
+        visit(object);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+OptimizerPlan::Known::Known(py::handle param)
+    : object(param.ptr()),
+      counter(THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter()) {}
+
+bool OptimizerPlan::Known::is_same() const {
+  return is_tensor(object) &&
+         same_counter(counter, THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter());
+}
+
+// Other threads and finalizers may drop what a step reads.
+void OptimizerPlan::own_objects() {
+  if (std::exchange(owns_, true)) {
+    return;
+  }
+  for (const Part& part : parts_) {
+    visit_objects(part.objects, [](PyObject* object) { Py_INCREF(object); });
+    for (const Followed& followed : part.followed) {
+      Py_INCREF(followed.object);
+    }
+  }
+}
+
+void OptimizerPlan::disown_objects() {
+  if (!std::exchange(owns_, false)) {
+    return;
+  }
+  for (Part& part : parts_) {
+    for (const Followed& followed : part.followed) {
+      Py_XDECREF(std::exchange(part.objects[followed.entry].local[followed.array], nullptr));
+      Py_DECREF(followed.object);
+    }
+    visit_objects(part.objects, [](PyObject* object) { Py_DECREF(object); });
+  }
+}
+
+// Follows DTensors and wrapper subclasses to their local tensors. Returns whether these are the
+// same as when the plan was built.
+bool OptimizerPlan::follow(Part& part) {
+  for (const Followed& followed : part.followed) {
+    py::object local = followed.path.follow(followed.object);
+    if (local.ptr() != followed.known) {
+      return false;
+    }
+    part.objects[followed.entry].local[followed.array] = local.release().ptr();
+  }
+  return true;
+}
+
 // Takes the tensors and gradients that need no Python.
 void OptimizerPlan::collect_unchanged(Part& part) {
   const std::vector<EntryObjects>& objects = part.objects;
-  part.plan.collect([&, n = objects.size()](size_t i,
-                                            StepPlan::TensorImpls& tensors) -> const at::Tensor* {
-    if (i + kEntriesAhead < n) {
-      for (const py::object& object : objects[i + kEntriesAhead].local) {
-        __builtin_prefetch(object.ptr());
-      }
-    }
-    for (size_t k = 0; k < tensors.size(); ++k) {
-      PyObject* object = objects[i].local[k].ptr();
-      tensors[k] = object == Py_None ? nullptr : THPVariable_Unpack(object).unsafeGetTensorImpl();
-    }
-    if (i < part.marks.size()) {
-      const auto& param = *THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl();
-      part.written[i] = !part.marks[i].fits(param, *tensors[kParam]);
-    }
-    // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
-    return objects[i].path.empty() ? &tensors[objects[i].own]->grad() : nullptr;
-  });
+  part.plan.collect(
+      [&, n = objects.size()](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
+        if (i + kEntriesAhead < n) {
+          for (const PyObject* object : objects[i + kEntriesAhead].local) {
+            __builtin_prefetch(object);
+          }
+        }
+        const EntryObjects& entry = objects[i];
+        tensors = {};  // not the entry's, which renew() rejects
+        if (!entry.param.is_same()) {
+          return nullptr;
+        }
+        for (size_t k = 0; k < tensors.size(); ++k) {
+          PyObject* object = entry.local[k];
+          if (object != nullptr && is_tensor(object)) {
+            tensors[k] = THPVariable_Unpack(object).unsafeGetTensorImpl();
+          }
+        }
+        if (i < part.marks.size() && tensors[kParam] != nullptr) {
+          const auto& param = *THPVariable_Unpack(entry.param.object).unsafeGetTensorImpl();
+          part.written[i] = !part.marks[i].fits(param, *tensors[kParam]);
+        }
+        // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
+        return entry.path.empty() ? &tensors[entry.own]->grad() : nullptr;
+      });
 }
 
 // Renews entries whose tensors changed, such as by memory replaced under a tensor. Returns false if
-// a parameter has another local tensor than before, or if the changed tensors fail a check.
+// the changed tensors fail a check.
 bool OptimizerPlan::attach_changed(Part& part) {
-  const std::vector<EntryObjects>& objects = part.objects;
   std::vector<size_t> changed;
-  for (size_t i = 0; i < objects.size(); ++i) {
-    if (part.plan.pending(i) == StepPlan::Pending::kNothing) {
-      continue;
-    }
-    const LocalPath& path = objects[i].path;
-    if (!path.empty() &&
-        !path.follow(objects[i].param.ptr()).is(objects[i].local[objects[i].own])) {
-      return false;
-    }
+  for (size_t i = 0; i < part.objects.size(); ++i) {
     if (part.plan.pending(i) == StepPlan::Pending::kAll) {
       changed.push_back(i);
     }
@@ -60,7 +135,7 @@ bool OptimizerPlan::attach_changed(Part& part) {
 }
 
 // Takes the gradients that collect_unchanged() did not take.
-void OptimizerPlan::set_pending_gradients(Part& part) const {
+void OptimizerPlan::set_pending_gradients(Part& part) {
   const std::vector<EntryObjects>& objects = part.objects;
   StepPlan& plan = part.plan;
   py::list to_unwrap;
@@ -70,7 +145,7 @@ void OptimizerPlan::set_pending_gradients(Part& part) const {
       continue;
     }
     const at::Tensor& gradient =
-        THPVariable_Unpack(objects[i].param.ptr()).unsafeGetTensorImpl()->grad();
+        THPVariable_Unpack(objects[i].param.object).unsafeGetTensorImpl()->grad();
     const bool distributed = objects[i].path.distributed;
     if (!gradient.defined() ||
         !(distributed || gradient.unsafeGetTensorImpl()->is_python_dispatch())) {
@@ -79,16 +154,17 @@ void OptimizerPlan::set_pending_gradients(Part& part) const {
     }
     py::object local = py::none();
     if (distributed) {
-      local = plain_local_gradient(objects[i].param.ptr(), py::cast(gradient).ptr());
+      local = plain_local_gradient(objects[i].param.object, py::cast(gradient).ptr());
     }
     if (local.is_none()) {
-      to_unwrap.append(objects[i].param);
+      to_unwrap.append(py::handle(objects[i].param.object));
       their_index.push_back(i);
     } else {
       plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
     }
   }
   if (!their_index.empty()) {
+    own_objects();
     const py::list locals = local_gradients_(to_unwrap);
     for (size_t k = 0; k < their_index.size(); ++k) {
       const py::object local = locals[k];
@@ -103,25 +179,24 @@ void OptimizerPlan::take_written_weights(Part& part) {
   for (size_t i = 0; i < part.written.size(); ++i) {
     if (part.written[i] != 0) {
       const auto& [param, local, path, own] = part.objects[i];
-      if (!local[kMaster].is_none() && own == kParam) {  // not with a low-precision copy
-        take_weight(THPVariable_Unpack(local[kMaster].ptr()),
-                    THPVariable_Unpack(local[kParam].ptr()));
+      const at::Tensor& weight = THPVariable_Unpack(local[kParam]);
+      if (local[kMaster] != nullptr && own == kParam) {  // not with a low-precision copy
+        take_weight(THPVariable_Unpack(local[kMaster]), weight);
       }
-      part.marks[i] = mark_of(part.objects[i]);
+      part.marks[i] = param.mark(weight);
     }
   }
 }
 
-WeightMark OptimizerPlan::mark_of(const EntryObjects& objects) {
-  return {*THPVariable_Unpack(objects.param.ptr()).unsafeGetTensorImpl(),
-          *THPVariable_Unpack(objects.local[kParam].ptr()).unsafeGetTensorImpl()};
+WeightMark OptimizerPlan::Known::mark(const at::Tensor& shard) const {
+  return {*THPVariable_Unpack(object).unsafeGetTensorImpl(), *shard.unsafeGetTensorImpl()};
 }
 
 py::dict OptimizerPlan::weight_marks() const {
   py::dict marks;
   for (const Part& part : parts_) {
     for (size_t i = 0; i < part.marks.size(); ++i) {
-      const auto id = reinterpret_cast<uintptr_t>(part.objects[i].param.ptr());
+      const auto id = reinterpret_cast<uintptr_t>(part.objects[i].param.object);
       marks[py::int_(id)] = WeightMarks{{part.marks[i]}};
     }
   }

@@ -11,6 +11,7 @@ namespace py = pybind11;
 PyObject* const kLocalTensor = PyUnicode_InternFromString("_local_tensor");
 PyObject* const kSpec = PyUnicode_InternFromString("_spec");
 PyObject* const kPlacements = PyUnicode_InternFromString("placements");
+PyObject* const kCopy = PyUnicode_InternFromString("low_precision_copy");
 PyObject* const kMesh = PyUnicode_InternFromString("mesh");
 
 // Raises if the attribute is missing.
@@ -18,30 +19,34 @@ py::object attribute(py::handle object, PyObject* name) { return object.attr(py:
 
 }  // namespace
 
-py::object LocalPath::follow(PyObject* param) const {
-  py::object tensor = attribute(param, attributes[0]);
+py::object LocalPath::follow(PyObject* object) const {
+  py::object tensor = attribute(object, attributes[0]);
   return attributes[1] == nullptr ? tensor : attribute(tensor, attributes[1]);
 }
 
-LocalPath local_path(py::handle param, py::handle local) {
+LocalPath local_path(py::handle object, py::handle local) {
   LocalPath path;
-  if (param.is(local)) {
+  if (object.is(local)) {
     return path;
   }
-  path.distributed = PyObject_HasAttr(param.ptr(), kSpec) != 0;
-  py::object shard = py::reinterpret_borrow<py::object>(param);
+  path.distributed = PyObject_HasAttr(object.ptr(), kSpec) != 0;
+  py::object shard = py::reinterpret_borrow<py::object>(object);
   if (path.distributed) {
     path.attributes[0] = kLocalTensor;
-    shard = path.follow(param.ptr());
+    shard = path.follow(object.ptr());
     if (shard.is(local)) {
       return path;
     }
   }
+  PyObject*& next = path.attributes[path.distributed ? 1 : 0];
+  if (PyObject_HasAttr(shard.ptr(), kCopy) != 0 && attribute(shard, kCopy).is(local)) {
+    next = kCopy;
+    return path;
+  }
   const py::tuple flat = shard.attr("__tensor_flatten__")();
   for (const py::handle name : py::list(flat[0])) {
     if (attribute(shard, name.ptr()).is(local)) {
-      path.attributes[path.distributed ? 1 : 0] =
-          PyUnicode_InternFromString(py::cast<std::string>(name).c_str());
+      next = PyUnicode_InternFromString(py::cast<std::string>(name).c_str());
       return path;
     }
   }

@@ -1,6 +1,7 @@
-// The path from a parameter to the plain tensor that this rank steps: a DTensor's shard, the inner
-// tensor of a wrapper subclass, or the inner tensor of a shard. local_tensor() (optim/local.py)
-// chooses the tensor when a plan is built; a step only follows the attributes again.
+// The path from a parameter or state entry to the plain tensor that this rank steps: a DTensor's
+// shard, the inner tensor of a wrapper subclass, the inner tensor of a shard, or a shard's copy in
+// low precision (torchopt_ext/fsdp.py). local_tensor() (optim/local.py) chooses the tensor when a
+// plan is built; a step only follows the attributes again.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,14 +12,15 @@ namespace torchopt_ext {
 
 struct LocalPath {
   std::array<PyObject*, 2> attributes{};  // interned names, never freed; used names first
-  bool distributed = false;               // the parameter is a DTensor
+  bool distributed = false;               // the object is a DTensor
 
-  bool empty() const { return attributes[0] == nullptr; }  // leads to the parameter itself
-  pybind11::object follow(PyObject* param) const;
+  bool empty() const { return attributes[0] == nullptr; }  // leads to the object itself
+  // Raises if an attribute is missing.
+  pybind11::object follow(PyObject* object) const;
 };
 
-// Returns the path from `param` to `local`. Raises if no attributes of `param` lead to `local`.
-LocalPath local_path(pybind11::handle param, pybind11::handle local);
+// Returns the path from `object` to `local`. Raises if no attributes of `object` lead to `local`.
+LocalPath local_path(pybind11::handle object, pybind11::handle local);
 
 // Returns a DTensor gradient's local tensor if the gradient is placed as the parameter and no
 // collective on it is pending; else None.

@@ -83,23 +83,6 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                                          local_gradients, options);
 }
 
-// Lets the garbage collector see what a plan owns.
-void enable_gc(PyHeapTypeObject* heap_type) {
-  PyTypeObject& type = heap_type->ht_type;
-  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
-  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    const bool constructed = py::detail::is_holder_constructed(self);
-    return constructed ? py::cast<OptimizerPlan&>(py::handle(self)).traverse(visit, arg) : 0;
-  };
-  type.tp_clear = [](PyObject* self) {
-    if (py::detail::is_holder_constructed(self)) {
-      py::cast<OptimizerPlan&>(py::handle(self)).clear();
-    }
-    return 0;
-  };
-}
-
 }  // namespace
 }  // namespace torchopt_ext
 
@@ -121,13 +104,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   add_carve(m);
   add_param_lists(m);
-  py::class_<OptimizerPlan>(m, "OptimizerPlan", py::custom_type_setup(enable_gc))
+  py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
            py::arg("stochastic_rounding"), py::arg("rounding_seed"),
            py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
-      .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
+      .def(
+          "collect",
+          [](OptimizerPlan& plan, const py::list& param_groups, const py::dict& state) {
+            return plan.collect(param_groups, state);
+          },
+          py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -15,11 +14,6 @@ namespace torchopt_ext {
 namespace {
 
 namespace py = pybind11;
-
-// Returns an undefined tensor for None.
-at::Tensor unpack(PyObject* object) {
-  return object == Py_None ? at::Tensor() : THPVariable_Unpack(object);
-}
 
 // Returns a message with `value` as Python prints it and what was expected.
 std::string mismatch(const char* name, py::handle value, const char* expected) {
@@ -86,9 +80,10 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
+  std::vector<std::vector<Followed>> followed(part_devices.size());
   std::vector<std::vector<int64_t>> positions(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto& [param, local, group, name, number, part, place, copied] = params[i];
+    const auto& [held, local, group, name, number, part, place, copied] = params[i];
     const auto& [index, first_element, run, stride, rows, gap] = place;
     StepPlan::Entry entry;
     entry.group = group;
@@ -96,17 +91,25 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entry.position = number;
     entry.place = {index, first_element, run, stride, rows, gap};
     entry.copied = copied;
-    for (size_t k = 0; k < local.size(); ++k) {
-      entry.tensors[k] = unpack(local[k].ptr());
-    }
     const Array own = copied ? kMaster : kParam;
-    objects.at(part).push_back({param, local, local_path(param, local[own]), own});
+    EntryObjects its{Known(held[kParam]), {}, local_path(held[own], local[own]), own};
+    for (size_t k = 0; k < local.size(); ++k) {
+      if (local[k].is_none()) {
+        continue;
+      }
+      entry.tensors[k] = THPVariable_Unpack(local[k].ptr());
+      if (const LocalPath path = local_path(held[k], local[k]); path.empty()) {
+        its.local[k] = local[k].ptr();
+      } else {
+        followed.at(part).push_back({entries[part].size(), k, held[k].ptr(), local[k].ptr(), path});
+      }
+    }
+    objects.at(part).push_back(std::move(its));
     positions[part].push_back(static_cast<int64_t>(i));
     entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
-    const bool frozen = !THPVariable_Unpack(param.ptr()).requires_grad();
-    idle_.push_back({py::reinterpret_borrow<py::object>(param), frozen});
+    idle_.push_back({Known(param), !THPVariable_Unpack(param.ptr()).requires_grad()});
   }
   for (size_t i = 0; i < entries.size(); ++i) {
     std::vector<bool> uses_group(param_groups.size());
@@ -119,53 +122,43 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     });
     Part part{.plan = StepPlan(entries[i], part_devices[i], options),
               .objects = std::move(objects[i]),
+              .followed = std::move(followed[i]),
               .positions = std::move(positions[i]),
               .uses_group = std::move(uses_group),
               .hypers = {}};
     if (follows) {
-      std::ranges::transform(part.objects, std::back_inserter(part.marks), mark_of);
+      for (size_t k = 0; k < entries[i].size(); ++k) {
+        part.marks.push_back(part.objects[k].param.mark(entries[i][k].tensors[kParam]));
+      }
       part.written.resize(part.marks.size());
     }
     parts_.push_back(std::move(part));
   }
 }
 
-int OptimizerPlan::traverse(visitproc visit, void* arg) const {
-  for (const Part& part : parts_) {
-    for (const EntryObjects& objects : part.objects) {
-      Py_VISIT(objects.param.ptr());
-      for (const py::object& local : objects.local) {
-        Py_VISIT(local.ptr());
-      }
-    }
-  }
-  for (const Idle& idle : idle_) {
-    Py_VISIT(idle.param.ptr());
-  }
-  Py_VISIT(local_gradients_.ptr());
-  return snapshot_.traverse(visit, arg);
-}
-
-void OptimizerPlan::clear() {
-  // Dropping an object may run code that calls clear() again, so members are emptied first.
-  const auto dropped = std::tuple(std::exchange(snapshot_, {}), std::exchange(parts_, {}),
-                                  std::exchange(idle_, {}), std::exchange(local_gradients_, {}));
-}
-
-bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
+bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state, bool keeps_gil) {
   release();
   if (!snapshot_.matches(param_groups, state)) {
     return false;
   }
   for (const Idle& idle : idle_) {
-    const at::Tensor& param = THPVariable_Unpack(idle.param.ptr());
+    if (!idle.param.is_same()) {
+      return false;
+    }
+    const at::Tensor& param = THPVariable_Unpack(idle.param.object);
     if (param.grad().defined() || (param.requires_grad() && idle.frozen)) {
       return false;
     }
   }
   collected_ = true;
+  if (!keeps_gil) {
+    own_objects();
+  }
   auto releasing = release_at_end();
   for (Part& part : parts_) {
+    if (!follow(part)) {
+      return false;
+    }
     collect_unchanged(part);
     if (!attach_changed(part)) {
       return false;
@@ -222,6 +215,7 @@ void OptimizerPlan::release() {
       part.plan.release();
       part.hypers.clear();
     }
+    disown_objects();
   }
 }
 
@@ -230,21 +224,26 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
                          const std::optional<at::Tensor>& grad_scale,
                          const std::optional<at::Tensor>& found_inf) {
   const at::NoGradGuard no_grad;
-  if (!collect(param_groups, state)) {
+  Part& part = parts_.at(0);
+  StepPlan& plan = part.plan;
+  const bool keeps_gil = plan.is_short() && part.followed.empty();
+  if (!collect(param_groups, state, keeps_gil)) {
     return false;
   }
   const auto releasing = release_at_end();
-  StepPlan& plan = parts_.at(0).plan;
   const at::Device device = plan.device();
   check_accumulator(accumulator, device);
   check_control(control, device);
   passes_on(device).clear(accumulator);
-  const py::gil_scoped_release unlocked;
+  std::optional<py::gil_scoped_release> unlocked;
+  if (!keeps_gil) {
+    unlocked.emplace();
+  }
   if (with_norm) {
     plan.accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  update_part(parts_[0], control);
+  update_part(part, control);
   return true;
 }
 

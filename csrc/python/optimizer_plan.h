@@ -1,9 +1,12 @@
 // The plan of one optimizer: its step plans (one for each device and norm group) and the snapshot
 // of the Python objects they were built from. One call makes a whole step.
 //
-// The plan owns the Python objects that it reads and shows them to the garbage collector, which
-// thus finds cycles through an optimizer. The plan owns none of the tensors behind the objects:
-// torch.utils.swap_tensors and nn.Module.to reject a tensor with a second reference from C++.
+// Between steps the plan owns none of the objects that it reads, so that what a user or framework
+// drops is freed at once, and it reads none before the snapshot has found it in the groups or the
+// state again. From collect() to release() it owns them, because other threads may drop them; but a
+// short step keeps the GIL instead, as owning thousands of objects takes a fiftieth of its time. It
+// never owns the tensors behind the objects: torch.utils.swap_tensors and nn.Module.to reject a
+// tensor with a second reference, also a weak one, from C++.
 //
 // One thread uses a plan from collect() to release(), also while other threads run Python:
 // _begin_use() of optim/step.py ensures this.
@@ -28,14 +31,14 @@ namespace torchopt_ext {
 
 class OptimizerPlan {
  public:
-  using LocalObjects = std::array<pybind11::object, kPersistentArrays>;
+  using Objects = std::array<pybind11::object, kPersistentArrays>;
 
-  // A parameter with its state as Python objects: the optimizer's parameter (a DTensor, a wrapper
-  // subclass, or the local tensor itself) and the local tensors in the order of Array
-  // (kernels/tensor_work.h), None where absent. Then its group, its name and its number for
+  // A parameter with its state as Python objects in the order of Array (kernels/tensor_work.h),
+  // None where absent: the objects in groups and state (DTensors, wrapper subclasses, or the local
+  // tensors themselves), and their local tensors. Then its group, its name and its number for
   // messages, its part (parameters of a part share a device and the ranks that sum their norm),
   // StepPlan::Place and Entry::copied.
-  using Param = std::tuple<pybind11::object, LocalObjects, int32_t, std::string, size_t, size_t,
+  using Param = std::tuple<Objects, Objects, int32_t, std::string, size_t, size_t,
                            std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool>;
 
   // `idle`: parameters without state. `local_gradients(params)` returns the local gradients of
@@ -46,15 +49,16 @@ class OptimizerPlan {
                 const pybind11::list& idle, pybind11::object local_gradients,
                 const StepOptions& options);
 
-  // The garbage collector's tp_traverse and tp_clear. A cleared plan fits no optimizer.
-  int traverse(visitproc visit, void* arg) const;
-  void clear();
+  OptimizerPlan(const OptimizerPlan&) = delete;
+  OptimizerPlan& operator=(const OptimizerPlan&) = delete;
+  ~OptimizerPlan() { release(); }
 
   // Takes this step's tensors, gradients and hyperparameters. Makes every check of a step, so that
   // no optimizer of several is updated if one is rejected. Returns false, with nothing changed, if
   // the plan does not fit: objects were replaced, or a parameter without state has a gradient
   // or is no longer frozen.
-  bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
+  bool collect(const pybind11::list& param_groups, const pybind11::dict& state,
+               bool keeps_gil = false);
 
   // Runs pass A of one part, after collect().
   void accumulate(size_t part, const at::Tensor& accumulator);
@@ -80,28 +84,48 @@ class OptimizerPlan {
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> traces() const;
 
  private:
-  // One entry's Python objects.
+  // A parameter in the groups. Another parameter may get its address, but not its version counter.
+  struct Known {
+    explicit Known(pybind11::handle param);
+    bool is_same() const;
+    WeightMark mark(const at::Tensor& shard) const;  // of the parameter as it is
+
+    PyObject* object;
+    c10::VariableVersion counter;
+  };
+
+  // One entry's Python objects. Those that path leads to are null between steps.
   struct EntryObjects {
-    pybind11::object param;
-    LocalObjects local;
-    LocalPath path;  // from param to its local tensor
-    Array own;       // index in `local` of that tensor: kParam, or kMaster with a copy
+    Known param;
+    std::array<PyObject*, kPersistentArrays> local;  // null where absent
+    LocalPath path;                                  // from param to its local tensor
+    Array own;  // index in `local` of that tensor: kParam, or kMaster with a copy
+  };
+
+  // A local tensor that an object in groups or state leads to.
+  struct Followed {
+    size_t entry;
+    size_t array;
+    PyObject* object;
+    const PyObject* known;  // the local tensor when the plan was built
+    LocalPath path;
   };
 
   struct Part {
     StepPlan plan;
     std::vector<EntryObjects> objects;  // by entry
-    std::vector<int64_t> positions;     // by entry: its parameter's
-    std::vector<bool> uses_group;       // by group
-    std::vector<GroupHyper> hypers;     // by group, this step's
-    std::vector<WeightMark> marks;      // by entry, only of weights with an fp32 master
-    std::vector<uint8_t> written;       // by entry: whether the weight does not fit its mark
+    std::vector<Followed> followed;
+    std::vector<int64_t> positions;  // by entry: its parameter's
+    std::vector<bool> uses_group;    // by group
+    std::vector<GroupHyper> hypers;  // by group, this step's
+    std::vector<WeightMark> marks;   // by entry, only of weights with an fp32 master
+    std::vector<uint8_t> written;    // by entry: whether the weight does not fit its mark
   };
 
   // A parameter without state. On another rank it may have state, and a gradient once it is
   // unfrozen, so that a plan of the same parts must be built on all ranks then.
   struct Idle {
-    pybind11::object param;
+    Known param;
     bool frozen;
   };
 
@@ -109,14 +133,17 @@ class OptimizerPlan {
   auto release_at_end() {
     return c10::make_scope_exit([this] { release(); });
   }
+  void own_objects();
+  void disown_objects();
+  static bool follow(Part& part);
   static void collect_unchanged(Part& part);
   static void take_written_weights(Part& part);
-  static WeightMark mark_of(const EntryObjects& objects);
   static void update_part(Part& part, const at::Tensor& control);
   static bool attach_changed(Part& part);
-  void set_pending_gradients(Part& part) const;
+  void set_pending_gradients(Part& part);
 
   bool collected_ = false;
+  bool owns_ = false;
   StateSnapshot snapshot_;
   std::vector<Part> parts_;
   std::vector<Idle> idle_;

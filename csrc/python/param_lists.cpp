@@ -1,8 +1,10 @@
 // Loops that every step makes over lists of parameters. They take a tenth of the time that they
 // take in Python when thousands of tensors are not in the caches.
+#include <pybind11/operators.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -139,19 +141,39 @@ void increment_versions(const py::list& tensors) {
   }
 }
 
-// A tensor's version counter. It does not keep the tensor alive, and outlives it, so that a later
-// tensor with the same address has another counter.
-class VersionCounter {
- public:
-  explicit VersionCounter(const at::Tensor& tensor)
-      : counter_(tensor.unsafeGetTensorImpl()->version_counter()) {}
+// Equal for the same tensor only. It does not keep the tensor alive. It keeps the version counter,
+// so that a later tensor at the same address has another counter.
+struct Identity {
+  explicit Identity(const at::Tensor& tensor)
+      : impl(tensor.unsafeGetTensorImpl()), counter(impl->version_counter()) {}
 
-  bool counts(const at::Tensor& tensor) const {
-    return shares_version(counter_, tensor.unsafeGetTensorImpl()->version_counter());
+  bool operator==(const Identity& other) const {
+    return impl == other.impl && same_counter(counter, other.counter);
+  }
+
+  const c10::TensorImpl* impl;
+  c10::VariableVersion counter;
+};
+
+// The identities of several tensors.
+class Identities {
+ public:
+  explicit Identities(const py::list& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      identities_.emplace_back(tensor_at(tensors, i));
+    }
+  }
+
+  bool fit(const py::list& tensors) const {
+    size_t i = 0;
+    return tensors.size() == identities_.size() &&
+           std::ranges::all_of(identities_, [&](const Identity& known) {
+             return known == Identity(tensor_at(tensors, i++));
+           });
   }
 
  private:
-  c10::VariableVersion counter_;
+  std::vector<Identity> identities_;
 };
 
 }  // namespace
@@ -163,9 +185,14 @@ const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
 }
 
 void add_param_lists(py::module_& m) {
-  py::class_<VersionCounter>(m, "VersionCounter")
+  py::class_<Identity>(m, "Identity")
       .def(py::init<const at::Tensor&>(), py::arg("tensor"))
-      .def("counts", &VersionCounter::counts, py::arg("tensor"));
+      .def(py::self == py::self)
+      .def("__hash__",
+           [](const Identity& identity) { return std::hash<const void*>()(identity.impl); });
+  py::class_<Identities>(m, "Identities")
+      .def(py::init<const py::list&>(), py::arg("tensors"))
+      .def("fit", &Identities::fit, py::arg("tensors"));
   m.def("requires_grad", requires_grad, py::arg("tensors"));
   m.def("addresses", addresses, py::arg("tensors"));
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));

@@ -9,16 +9,33 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether a step reads the state entry of this name. Users may keep and replace other entries at
-// will.
-bool is_read(PyObject* name) {
-  static constexpr const char* kNames[] = {
-      "step",      "exp_avg",    "exp_avg_sq",       "max_exp_avg_sq",     "master_weight",
-      "remainder", "remainder8", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale_v2",
-      "exp_avg_sq_scale_v2"};
-  return PyUnicode_Check(name) && std::ranges::any_of(kNames, [name](const char* read) {
-           return PyUnicode_CompareWithASCIIString(name, read) == 0;
-         });
+// The names of the state entries that a step reads, interned. Users may keep and replace other
+// entries at will.
+const std::array kNames = [] {
+  std::array names{"step",
+                   "exp_avg",
+                   "exp_avg_sq",
+                   "max_exp_avg_sq",
+                   "master_weight",
+                   "remainder",
+                   "remainder8",
+                   "exp_avg_codes",
+                   "exp_avg_sq_codes",
+                   "exp_avg_scale_v2",
+                   "exp_avg_sq_scale_v2"};
+  std::array<PyObject*, names.size()> interned{};
+  std::ranges::transform(names, interned.begin(), PyUnicode_InternFromString);
+  return interned;
+}();
+
+// Returns the index of a name in kNames; their number if a step does not read the entry.
+size_t index_of(PyObject* name) {
+  auto found = std::ranges::find(kNames, name);
+  if (found == kNames.end() && PyUnicode_Check(name) && PyUnicode_CHECK_INTERNED(name) == 0) {
+    found = std::ranges::find_if(
+        kNames, [name](PyObject* read) { return PyUnicode_Compare(name, read) == 0; });
+  }
+  return static_cast<size_t>(found - kNames.begin());
 }
 
 // Returns a number that no other dictionary has, nor this dictionary before its last change (PEP
@@ -40,16 +57,22 @@ bool is_version(PyObject* dict, uint64_t version) {
   return version != 0 && version_of(dict) == version;
 }
 
-// Calls visit(object) on every group's list of parameters, its amsgrad and its parameters, in
-// order, until a call returns false or a group lacks one of them. Returns whether all were visited.
+constexpr std::array<char, 2> kMarks{};  // no amsgrad, amsgrad
+
+// Calls visit(pointer) on a mark of every group's amsgrad, which decides what state is used, and
+// on the group's parameters, in order, until a call returns false or a group lacks one of them.
+// Returns whether all were visited.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {
+    PyObject* amsgrad = PyDict_GetItemString(group.ptr(), "amsgrad");
+    const int is_true = amsgrad == nullptr ? 0 : PyObject_IsTrue(amsgrad);
+    if (is_true < 0) {
+      throw py::error_already_set();
+    }
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
-    PyObject* amsgrad =
-        PyDict_GetItemString(group.ptr(), "amsgrad");  // decides which state is used
-    const bool lists = params != nullptr && (PyList_Check(params) || PyTuple_Check(params));
-    if (!lists || !visit(params) || amsgrad == nullptr || !visit(amsgrad)) {
+    if (amsgrad == nullptr || !visit(&kMarks[static_cast<size_t>(is_true)]) || params == nullptr ||
+        !(PyList_Check(params) || PyTuple_Check(params))) {
       return false;
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
@@ -61,44 +84,30 @@ bool walk_groups(const py::list& param_groups, Visit&& visit) {
   return true;
 }
 
-py::object owned(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
-
 }  // namespace
 
 StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state)
     : state_version_(version_of(state.ptr())) {
-  walk_groups(param_groups, [this](PyObject* object) {
-    in_groups_.push_back(owned(object));
+  walk_groups(param_groups, [this](const void* pointer) {
+    in_groups_.push_back(pointer);
     return true;
   });
   for (const auto& [param, entry] : state) {
-    const size_t first = values_.size();
-    PyObject* name = nullptr;
-    PyObject* value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(entry.ptr(), &at, &name, &value) != 0;) {
-      if (is_read(name)) {
-        values_.push_back({owned(name), owned(value)});
-      }
-    }
-    entries_.push_back(
-        {owned(entry.ptr()), version_of(entry.ptr()), owned(param.ptr()), first, values_.size()});
+    entries_.push_back({param.ptr(), entry.ptr(), version_of(entry.ptr()), values_of(entry.ptr())});
   }
 }
 
-bool StateSnapshot::entry_matches(const Entry& entry) const {
-  size_t next = entry.first;
+std::array<PyObject*, StateSnapshot::kRead> StateSnapshot::values_of(PyObject* dict) {
+  static_assert(std::tuple_size_v<decltype(kNames)> == kRead);
+  std::array<PyObject*, kRead> values{};
   PyObject* name = nullptr;
   PyObject* value = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(entry.dict.ptr(), &at, &name, &value) != 0;) {
-    if (next < entry.last && values_[next].name.ptr() == name) {
-      if (values_[next++].object.ptr() != value) {
-        return false;
-      }
-    } else if (is_read(name)) {
-      return false;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &name, &value) != 0;) {
+    if (const size_t index = index_of(name); index < kRead) {
+      values[index] = value;
     }
   }
-  return next == entry.last;
+  return values;
 }
 
 bool StateSnapshot::state_matches(const py::dict& state) {
@@ -112,7 +121,7 @@ bool StateSnapshot::state_matches(const py::dict& state) {
   PyObject* dict = nullptr;
   size_t i = 0;
   for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &dict) != 0; ++i) {
-    if (entries_[i].param.ptr() != param || entries_[i].dict.ptr() != dict) {
+    if (entries_[i].param != param || entries_[i].dict != dict) {
       return false;
     }
   }
@@ -122,40 +131,25 @@ bool StateSnapshot::state_matches(const py::dict& state) {
 
 bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state) {
   size_t i = 0;
-  const auto is_next = [&](PyObject* object) {
-    return i < in_groups_.size() && in_groups_[i++].ptr() == object;
+  const auto is_next = [&](const void* pointer) {
+    return i < in_groups_.size() && in_groups_[i++] == pointer;
   };
   if (!walk_groups(param_groups, is_next) || i != in_groups_.size() || !state_matches(state)) {
     return false;
   }
   for (i = 0; i < entries_.size(); ++i) {
     if (i + 2 * kEntriesAhead < entries_.size()) {
-      __builtin_prefetch(entries_[i + 2 * kEntriesAhead].dict.ptr());
+      __builtin_prefetch(entries_[i + 2 * kEntriesAhead].dict);
     }
     Entry& known = entries_[i];
-    if (!is_version(known.dict.ptr(), known.version)) {
-      if (!entry_matches(known)) {
+    if (!is_version(known.dict, known.version)) {
+      if (values_of(known.dict) != known.values) {
         return false;
       }
-      known.version = version_of(known.dict.ptr());
+      known.version = version_of(known.dict);
     }
   }
   return true;
-}
-
-int StateSnapshot::traverse(visitproc visit, void* arg) const {
-  for (const py::object& object : in_groups_) {
-    Py_VISIT(object.ptr());
-  }
-  for (const Entry& entry : entries_) {
-    Py_VISIT(entry.param.ptr());
-    Py_VISIT(entry.dict.ptr());
-  }
-  for (const Value& value : values_) {
-    Py_VISIT(value.name.ptr());
-    Py_VISIT(value.object.ptr());
-  }
-  return 0;
 }
 
 }  // namespace torchopt_ext

@@ -1,46 +1,42 @@
 // Detects, without hashing a parameter, that an optimizer's param groups or state hold other
 // objects than before: groups added, parameters swapped, entries of state replaced, cleared or
 // loaded. One thread that holds the GIL compares everything, because the comparison calls Python.
+//
+// The snapshot owns nothing, so that what a user drops is freed at once. It follows no address that
+// it remembers before it has found the address in the groups or the state again, which own what
+// lies there. It may be another object, at the address of one that was freed: the plan checks the
+// properties of the objects in every step.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <vector>
 
 namespace torchopt_ext {
 
 class StateSnapshot {
  public:
-  StateSnapshot() = default;
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.
   StateSnapshot(const pybind11::list& param_groups, const pybind11::dict& state);
 
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
-  // Visits the objects that the snapshot owns, for the garbage collector. The snapshot owns all
-  // that it compares: if an object were freed, another object could get its address.
-  int traverse(visitproc visit, void* arg) const;
-
  private:
-  struct Value {
-    pybind11::object name;
-    pybind11::object object;
-  };
-  // The entries of one parameter's state that a step reads: values_[first, last).
+  static constexpr size_t kRead = 11;  // names of entries that a step reads
+  // One parameter's state.
   struct Entry {
-    pybind11::object dict;
-    uint64_t version;  // version of dict with these values
-    pybind11::object param;
-    size_t first;
-    size_t last;
+    const PyObject* param;
+    PyObject* dict;
+    uint64_t version;                     // version of dict with these values
+    std::array<PyObject*, kRead> values;  // by name; null where absent
   };
   bool state_matches(const pybind11::dict& state);
-  bool entry_matches(const Entry& entry) const;
+  static std::array<PyObject*, kRead> values_of(PyObject* dict);
 
   uint64_t state_version_ = 0;
-  std::vector<pybind11::object> in_groups_;
+  std::vector<const void*> in_groups_;
   std::vector<Entry> entries_;
-  std::vector<Value> values_;
 };
 
 }  // namespace torchopt_ext

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, lr_scheduler
 
@@ -142,29 +145,31 @@ def alive() -> dict[str, int]:
     return dict(found)  # the garbage collector does not track this dict
 
 
+def train(kind: str, model: nn.Sequential, make: Make | None = None) -> tuple[nn.Module, Any]:
+    run, optimizer = (make or KINDS[kind])(model)
+    scaler = GradScaler("cpu", enabled=kind == "norm")
+    for _ in range(3 if kind == "overlap" else 1):
+        optimizer.zero_grad()
+        loss = run(torch.ones(1, 8).to(model[0].weight.dtype)).sum()
+        if kind.startswith("FSDP"):
+            optimizer.backward(loss)
+        else:
+            scaler.scale(loss).backward()
+        if kind != "overlap":
+            scaler.step(optimizer)
+            scaler.update()
+    return run, optimizer
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str) -> None:
     """Repeated training leaks nothing, whether the model is dropped or kept."""
     kept = layers()
 
-    def train(model: nn.Sequential) -> None:
-        run, optimizer = KINDS[kind](model)
-        scaler = GradScaler("cpu", enabled=kind == "norm")
-        for _ in range(3 if kind == "overlap" else 1):
-            optimizer.zero_grad()
-            loss = run(torch.ones(1, 8).to(model[0].weight.dtype)).sum()
-            if kind.startswith("FSDP"):
-                optimizer.backward(loss)
-            else:
-                scaler.scale(loss).backward()
-            if kind != "overlap":
-                scaler.step(optimizer)
-                scaler.update()
-
     def rounds(times: int) -> dict[str, int]:
         for _ in range(times):
-            train(kept)
-            train(layers())
+            train(kind, kept)
+            train(kind, layers())
         kept.zero_grad()
         return alive()
 
@@ -177,6 +182,88 @@ def test_nothing_grows(kind: str) -> None:
         if min(n - between.get(name, 0), between.get(name, 0) - before.get(name, 0)) >= TIMES
     }
     assert grown == {}
+
+
+def inner(optimizer: Any) -> list[Any]:
+    """Returns the optimizers with state that are in an optimizer, or the optimizer itself."""
+    parts = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optim", optimizer)]
+    return [p for part in parts for p in (inner(part) if part is not optimizer else [part])]
+
+
+def memory(optimizer: Any) -> list[StorageWeakRef]:
+    """Returns weak references to the memory of an optimizer's state."""
+    entries = [entry for optim in inner(optimizer) for entry in optim.state.values()]
+    tensors = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+    assert tensors
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+def offload(optimizer: Any) -> None:
+    for optim in inner(optimizer):
+        for entry in optim.state.values():
+            entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
+
+
+def clear(optimizer: Any) -> None:
+    for optim in inner(optimizer):
+        optim.state.clear()
+
+
+def load(optimizer: Any) -> None:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+WITH_OPTIONS: dict[str, Make] = {
+    "track": plain(track=True),
+    "int8": lambda model: plain(state_dtype="int8", fp32_moments=[model[0].weight])(model),
+    **{
+        kind: lambda model, kind=kind: plain(master_weights=kind)(model.bfloat16())
+        for kind in ("fp32", "remainder", "remainder8")
+    },
+}
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("drop", [offload, clear])
+@pytest.mark.parametrize("kind", KINDS | WITH_OPTIONS)
+def test_state_that_a_user_drops_is_freed_at_once(kind: str, drop: Callable[[Any], None]) -> None:
+    _kept = train(kind, layers(), (KINDS | WITH_OPTIONS)[kind])
+    _, optimizer = _kept
+    for _ in range(2):  # again without a step in between, as programs that reload before a step
+        dropped = memory(optimizer)
+        drop(optimizer)
+        assert [reference.expired() for reference in dropped] == [True] * len(dropped)
+        if drop is clear:
+            break
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize(
+    "kind", ["plain", "norm", "scheduler", "FSDP fused", "FSDP AdamW", *WITH_OPTIONS]
+)
+def test_parameters_that_a_user_drops_are_freed_at_once(kind: str) -> None:
+    """Densification replaces parameters and moves their state (gsplat's relocation)."""
+    model = layers()
+    optimizer = train(kind, model, (KINDS | WITH_OPTIONS)[kind])[1]
+    optimizer.zero_grad()
+    group, state = optimizer.param_groups[0], optimizer.state
+    dropped = [weakref.ref(param) for param in group["params"]]
+    for i, old in enumerate(list(group["params"])):
+        entry = state.pop(old)
+        new = group["params"][i] = nn.Parameter(torch.cat([old.detach()] * 2))
+        state[new] = {k: torch.cat([v] * 2) if v.dim() else v for k, v in entry.items()}
+    del model, old
+    assert [reference() is None for reference in dropped] == [True] * len(dropped)
 
 
 def test_a_model_whose_parameters_arrive_late_can_be_saved() -> None:

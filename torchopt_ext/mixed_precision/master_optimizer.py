@@ -6,7 +6,6 @@ masters, steps the optimizer, and rounds the masters to the parameters.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -176,14 +175,16 @@ class MasterOptimizer(Controlled):
             for target in (param, master_of[param]) if is_steppable(param) else ():
                 copy_local_(target, weight)
         if self._table is not None:
+            self._table = self._current_table()
             self._table.written()
+            self._table.release()
 
     @torch.no_grad()
     def take_written_weights(self) -> None:
         """Lets masters follow weights that user code has written to since the last step."""
-        table = self._table = self._current_table()
-        for i in table.written():
-            _C.take_weight(table.local_masters[i], table.local_params[i])
+        self._table = self._current_table()
+        self._table.follow_weights()
+        self._table.release()
 
     # ---- step ---------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class MasterOptimizer(Controlled):
         finally:
             if self._table is not None:
                 _C.clear_gradients(self._table.own_masters)
-                self._table.gradients = []
+                self._table.release()
 
     def _collect(self) -> _Table:
         """Returns the table of all parameters, with this step's gradients checked."""
@@ -245,12 +246,12 @@ class MasterOptimizer(Controlled):
             table = _Table(self._pairs(), self.optim)
         self._table = table
         table.take_gradients()
-        self.take_written_weights()
+        table.follow_weights()
         return table
 
     def _current_table(self) -> _Table:
-        stepped, table = self._stepped(), self._table
-        if table is None or not all(map(operator.is_, stepped, table.masters)):
+        table = self._table
+        if table is None or not table.take(self._pairs()):
             table = _Table(self._pairs(), self.optim)
         return table
 
@@ -321,17 +322,17 @@ class _Table:
     """The model's parameters, the tensors that the optimizer steps for them, and their gradients.
 
     What a step needs to know of thousands of parameters is computed once, because Python takes
-    longer for it than the updates take for their memory traffic.
+    longer for it than the updates take for their memory traffic. Between steps the table owns no
+    tensor of the user's.
 
     Args:
-        params: the model's parameters, by group.
+        found: the model's parameters by group, and what the optimizer steps for them.
         optim: the optimizer, whose groups hold masters or the parameters themselves.
     """
 
     def __init__(self, found: Iterable[tuple[Tensor, Tensor]], optim: Optimizer) -> None:
         pairs = list(found)
-        self.params = [param for param, _ in pairs]
-        self.masters = [master for _, master in pairs]
+        self._identities = _C.Identities([*chain(*pairs)])
         self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
         for name, (param, master) in zip(self.names, pairs, strict=True):
             if master is not param and not getattr(master, "is_master_weight", False):
@@ -340,12 +341,12 @@ class _Table:
                     f"FSDPadaptOptimizer for the new parameters"
                 )
         self._is_wide = [master is not param for param, master in pairs]
-        self.own_masters = [master for param, master in pairs if master is not param]
-        self._without_master = [param for param, master in pairs if master is param]
-        self._sharded = [i for i, param in enumerate(self.params) if is_dtensor(param)]
-        # This rank's parts. Parts of DTensors may be replaced between steps.
-        self.local_params: list[Tensor] = [local_tensor(param) for param in self.params]
-        self.local_masters: list[Tensor] = [local_tensor(master) for master in self.masters]
+        # The parameters that are not this rank's tensors themselves, and the DTensors among them.
+        self._wrapped = [
+            i for i, (param, _) in enumerate(pairs) if local_tensor(param) is not param
+        ]
+        self._sharded = [i for i in self._wrapped if is_dtensor(pairs[i][0])]
+        self.take(pairs)
         # Frozen parameters that no step can update, such as quantized weights.
         self._frozen: list[int] = []
         self._of_part: dict[NormPart, list[int]] = {}
@@ -362,10 +363,35 @@ class _Table:
 
     def written(self) -> list[int]:
         """Returns the parameters with a master that were written to since the last call."""
-        for i in self._sharded:
-            self.local_params[i] = local_tensor(self.params[i])
         written = self.marks.renew(self.params, self.local_params)
         return [i for i in written if self._is_wide[i]]
+
+    def follow_weights(self) -> None:
+        """Lets masters follow weights that user code has written to since the last step."""
+        for i in self.written():
+            _C.take_weight(self.local_masters[i], self.local_params[i])
+
+    def take(self, found: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Takes the tensors of a step; returns False if they are not those of the table."""
+        pairs = list(found)
+        if not self._identities.fit([*chain(*pairs)]):
+            return False
+        self.params = [param for param, _ in pairs]
+        self.masters = [master for _, master in pairs]
+        # This rank's parts. Parts of DTensors may be replaced between steps.
+        self.local_params, self.local_masters = self.params.copy(), self.masters.copy()
+        for i in self._wrapped:
+            self.local_params[i], self.local_masters[i] = map(local_tensor, pairs[i])
+        return True
+
+    def release(self) -> None:
+        """Drops the tensors of a step."""
+        self.params, self.masters, self.local_params, self.local_masters = [], [], [], []
+        self.gradients = []
+
+    @property
+    def own_masters(self) -> list[Tensor]:
+        return [m for m, wide in zip(self.masters, self._is_wide, strict=False) if wide]
 
     def unfrozen(self) -> bool:
         """Returns whether a 16-bit parameter without master has a gradient, so that it needs one.
@@ -377,7 +403,8 @@ class _Table:
             if self.params[i].grad is not None:
                 reject_param(self.params[i], f"parameter {self.names[i]}")
         return any(
-            param.grad is not None and param.dtype in SIXTEEN_BIT for param in self._without_master
+            not wide and param.grad is not None and param.dtype in SIXTEEN_BIT
+            for param, wide in zip(self.params, self._is_wide, strict=True)
         )
 
     def take_gradients(self) -> None:
@@ -394,7 +421,6 @@ class _Table:
                     f"parameter {self.names[i]} is {placed(param)}, and was {placed(master)} when "
                     f"its master was made"
                 )
-            self.local_params[i], self.local_masters[i] = local_tensor(param), local_tensor(master)
         locals_ = local_gradients([self.params[i] for i in self._sharded])
         for i, local in zip(self._sharded, locals_, strict=True):
             grads[i] = local

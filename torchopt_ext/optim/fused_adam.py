@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext._C import VersionCounter
+from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
@@ -121,7 +121,7 @@ class FusedAdam(HookedStep, PlannedStep):
     # The version counters of the parameters for which fp32_moments has chosen, by id: another
     # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
     # references would keep parameters alive that Accelerate replaces.
-    _looked_at: Mapping[int, VersionCounter] = {}
+    _looked_at: Mapping[int, Identity] = {}
     _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
 
     def __init__(
@@ -225,14 +225,11 @@ class FusedAdam(HookedStep, PlannedStep):
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
         known = self._looked_at
-        new = [
-            (name, param)
-            for name, param in param_state.named_params(self)
-            if id(param) not in known or not known[id(param)].counts(param)
-        ]
+        named = param_state.named_params(self)
+        new = [(name, param) for name, param in named if known.get(id(param)) != Identity(param)]
         if new or not partial:
             chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
-            counters = {id(p): VersionCounter(p) for _, p in new}
+            counters = {id(p): Identity(p) for _, p in new}
             rows = [[id(p) for p in group["params"]] for group in self.param_groups]
             for row, places in zip(rows, self._fp32_places, strict=False):
                 if len(row) == len(places):
@@ -467,7 +464,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "_blocks": self._blocks,
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
-            "_digests": self._seen_digests(),
+            "_digests": [*map(self._seen_digests().get, map(Identity, params_of(self)))],
             "verdict": self.verdict,
         }
 
@@ -477,7 +474,8 @@ class FusedAdam(HookedStep, PlannedStep):
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
         self._forget_plan()
-        self._digests = state.get("_digests", {})
+        digests = zip(params_of(self), state.get("_digests", ()), strict=False)
+        self._digests = {Identity(p): digest for p, digest in digests if digest is not None}
         self._mark_control()
 
     @torch.no_grad()

@@ -133,8 +133,11 @@ class JointStep(PlannedStep):
         # A look-up would create the entry.
         self.state = {p: opt.state[p] for i, (p, opt) in every if opt.state or i in positions}
         controls = self._controls()  # takes memory: before the update
-        fused_step([self])
-        self._tell(positions, controls)
+        try:
+            fused_step([self])
+            self._tell(positions, controls)
+        finally:
+            self.state, self.param_groups = {}, []  # owned by the optimizers alone
 
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the optimizers' groups, or a single group if all are equal: reading a group takes

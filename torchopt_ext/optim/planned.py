@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._C import OptimizerPlan, WeightMarks
+from torchopt_ext._C import Identity, OptimizerPlan, WeightMarks
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
@@ -25,11 +25,12 @@ from torchopt_ext.statedict.masters import refresh_stale_elements
 
 
 class _Built(NamedTuple):
-    """A plan, and what is known about it."""
+    """A plan, and what is known about it. Owns no parameter, which the user may drop."""
 
     plan: OptimizerPlan
     parts: list[NormPart]
-    named: list[tuple[str, Tensor]]  # name or number, and parameter
+    names: list[str]  # of the parameters, or their numbers
+    identities: list[Identity]  # of the parameters
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
 
@@ -50,7 +51,7 @@ class PlannedStep(Controlled, Optimizer):
     _storage: Storage
     _options: param_state.PlanOptions
     _built: _Built | None = None
-    _digests: Mapping[Tensor, Tensor] = {}  # kept for the next plan while there is no plan
+    _digests: Mapping[Identity, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
     # Weights when their fp32 masters were made, loaded or stepped, by id, while there is no plan.
@@ -67,7 +68,7 @@ class PlannedStep(Controlled, Optimizer):
             raise RuntimeError(
                 "there is no telemetry without track=, or before the first step with this state"
             )
-        return telemetry_of(self._built.plan, self._built.named, self._options.track)
+        return telemetry_of(self._built.plan, self._built.names, self._options.track)
 
     @property
     def gradients_copied(self) -> int:
@@ -164,7 +165,7 @@ class PlannedStep(Controlled, Optimizer):
 
         Returns False, with nothing changed, if the step must be made piece by piece.
         """
-        built = self._built or self._rebuild()  # kept alive here, whatever other threads do
+        built = self._built or self._rebuild()
         device, with_norm = built.only_device, self.wants_norm(context)
         if with_norm:
             self._expect_all_shards(built)
@@ -180,6 +181,7 @@ class PlannedStep(Controlled, Optimizer):
         ):
             self._norm_measured = with_norm
             return True
+        del built  # it may own copies of parameters that are not dense
         self._rebuild()
         return again and self.local_step(context, again=False)
 
@@ -220,12 +222,11 @@ class PlannedStep(Controlled, Optimizer):
             self._marks = {**self._marks, **self._built.plan.weight_marks()}
         self._copied_before, self._built = self.gradients_copied, None
 
-    def _seen_digests(self) -> Mapping[Tensor, Tensor]:
+    def _seen_digests(self) -> Mapping[Identity, Tensor]:
         """Returns the last digests by parameter, including parameters without a gradient."""
         if self._built is None or not self._options.track & TRACKED["digest"]:
             return self._digests
-        params = (param for _, param in self._built.named)
-        return dict(zip(params, self.telemetry.digests, strict=True))
+        return dict(zip(self._built.identities, self.telemetry.digests, strict=True))
 
     @torch.no_grad()
     def _rebuild(self) -> _Built:
@@ -236,10 +237,12 @@ class PlannedStep(Controlled, Optimizer):
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
         plan, parts, named = param_state.build_plan(self, self._storage, self._options)
-        keep_digests(plan, [self._digests.get(param) for _, param in named])
+        identities = [Identity(param) for _, param in named]
+        keep_digests(plan, [*map(self._digests.get, identities)])
         self._digests, self._marks = {}, {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
-        self._built = _Built(plan, parts, named, device, next(flattened, None))
+        names = [name for name, _ in named]
+        self._built = _Built(plan, parts, names, identities, device, next(flattened, None))
         return self._built

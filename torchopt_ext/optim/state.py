@@ -220,8 +220,8 @@ def _fit_state(
     """Replaces entries that the plan cannot use as they are.
 
     Returns:
-        The local tensors of the parameter and its state in the order of csrc/kernels/tensor_work.h,
-        with None for no tensor.
+        The parameter and its state in the order of csrc/kernels/tensor_work.h, with None for no
+        tensor.
 
     Raises:
         ValueError: an entry does not fit; the message names it.
@@ -232,7 +232,7 @@ def _fit_state(
     moments = moments_of(group, param, storage)
     most = MOMENTS[2] if group["amsgrad"] else None
     scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
-    held: list[Tensor | None] = [like]
+    held: list[Tensor | None] = [param]
     for name in (*storage.moments(param), most, storage.master_of(param), *scales):
         if name is None:
             held.append(None)
@@ -246,7 +246,7 @@ def _fit_state(
             or (value.device, value.shape, value.stride()) != placing
         ):
             value = state[name] = _fit(name, value, param, storage, what)
-        held.append(local_tensor(value))
+        held.append(value)
     held.append(state["step"])
     return held
 
@@ -325,17 +325,20 @@ def build_plan(
     counted = options.numbers_elements
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
-        tensors = _fit_state(group, param, state, storage, name or position)
+        held = _fit_state(group, param, state, storage, name or position)
         local = local_tensor(param)
         copy = getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
         if copy is not None:
-            tensors[0], tensors[1 + len(MOMENTS)] = copy, local
+            held[1 + len(MOMENTS)] = param
+        tensors = [None if value is None else local_tensor(value) for value in held]
+        if copy is not None:
+            tensors[0] = copy
         place = optimizer.parameter_places.get(param)
         if place is None:
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
-        rows.append((param, tensors, index, name, position, part, place, copy is not None))
+        rows.append((held, tensors, index, name, position, part, place, copy is not None))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,

@@ -81,15 +81,14 @@ def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
                 counts[row, 1] = known
 
 
-def telemetry_of(plan: OptimizerPlan, named: Sequence[tuple[str, Tensor]], track: int) -> Telemetry:
+def telemetry_of(plan: OptimizerPlan, names: list[str], track: int) -> Telemetry:
     """Returns the plan's traces by parameter, in the order in which the plan was given them."""
     traces = plan.traces()
     device = traces[0][0].device if traces else torch.device("cpu")
-    norms = torch.zeros(len(named), 2, dtype=torch.float64, device=device)
-    counts = torch.zeros(len(named), 2, dtype=torch.int64, device=device)
+    norms = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
     for part_norms, part_counts, positions in traces:
         rows = moved(torch.tensor(positions, dtype=torch.long, device="cpu"), device)
         norms[rows] = moved(part_norms, device)
         counts[rows] = moved(part_counts, device)
-    names = [name for name, _ in named]
     return Telemetry(names, track, norms, counts)

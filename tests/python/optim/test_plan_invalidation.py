@@ -447,3 +447,47 @@ def test_a_swapped_learning_rate() -> None:
         set_gradients(params_of(each), seed=9)
         each.step()
     assert_same_bits(params, params_of(expected))
+
+
+def at_address(address: int, make: Callable[[], Any]) -> Any:
+    """Returns an object at the address of one that was freed."""
+    others = []
+    for _ in range(100_000):
+        if id(found := make()) == address:
+            return found
+        others.append(found)
+    pytest.skip("the allocator did not use the address again")
+
+
+class Slots:
+    __slots__ = tuple(f"slot{i}" for i in range(torch.Tensor.__basicsize__ // 8 - 3))
+
+
+class NoTensor(Slots):
+    """An object of a tensor's size, so that the allocator may use a tensor's address for it."""
+
+
+def test_a_parameter_at_the_address_of_a_freed_one(builds: list[int]) -> None:
+    params = make_params([(6, 2)])
+    optimizer = OURS["AdamW"](params, **KWARGS)
+    set_gradients(params)
+    optimizer.step()
+    group, memory, address = optimizer.param_groups[0], params[0].data, id(params[0])
+    entry = optimizer.state.pop(params.pop())
+    group["params"] = []
+    new = at_address(address, lambda: nn.Parameter(memory))
+    group["params"], optimizer.state[new] = [new], entry
+    builds.clear()
+    assert_steps_as_a_fresh_one(optimizer)
+    assert builds
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "master_weight", "step"])
+def test_an_object_at_the_address_of_a_freed_tensor(name: str) -> None:
+    params, optimizer = started(dtype=BF16, master_weights="fp32")
+    entry = optimizer.state[params[0]]
+    address = id(entry.pop(name))
+    entry[name] = at_address(address, NoTensor)
+    set_gradients(params)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=name.replace("_", ".")):
+        optimizer.step()
