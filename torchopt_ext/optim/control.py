@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torchopt_ext._torch import run_eagerly
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import NormPart, is_captured, moved
+from torchopt_ext.optim.local import NormPart, is_captured, local_tensor, moved
 from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
 from torchopt_ext.optim.rejection import Verdict
 
 DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint saves; the others are settings of the run that loads it."""
+_STEPS = CONTROL_FIELDS.index("steps")  # skipped_steps follow
 
 
 def read_fields(block: Tensor) -> dict[str, float]:
@@ -212,6 +213,19 @@ class Controlled:
         if not self.has_loss_scale:
             values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
+
+    def _live_counts(self) -> dict[str, Tensor]:
+        """Returns the counts on which a schedule and a loss scale depend: views of the block."""
+        names = PERSISTENT if self.has_loss_scale else PERSISTENT[:2]
+        return {name: self.control.live(name) for name in names}
+
+    def _count_at_least(self, steps: Iterable[Any]) -> None:
+        """Raises the count of steps to the largest of parameters' step counts."""
+        counts = [torch.as_tensor(local_tensor(step)).reshape(()) for step in steps]
+        for block, _ in self._blocks.values():
+            done = block[_STEPS] - block[_STEPS + 1]
+            largest = torch.stack([moved(count, block.device) for count in counts]).max()
+            block[_STEPS] += (largest - done).clamp_(min=0.0)
 
     def control_to_load(
         self, control: Mapping[str, float], counted: float, made: float

@@ -118,7 +118,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
     estimate = staticmethod(estimate)
 
-    # The version counters of the parameters for which fp32_moments has chosen, by id: another
+    # The identities of the parameters for which fp32_moments has chosen, by id: another
     # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
     # references would keep parameters alive that Accelerate replaces.
     _looked_at: Mapping[int, Identity] = {}
@@ -308,7 +308,7 @@ class FusedAdam(HookedStep, PlannedStep):
         copies.
         """
         param_state.drop_replaced(self)
-        self._mark_control()
+        self._mark_control(follow=True)
         if "_user" not in vars(self):  # no other thread is stepping
             self._take_written_weights()
         packed = super().state_dict()

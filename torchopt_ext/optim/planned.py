@@ -53,6 +53,7 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _digests: Mapping[Identity, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
+    _marked: Mapping[str, Tensor] | None = None  # the counts that _mark_control() added
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
     # Weights when their fp32 masters were made, loaded or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
@@ -96,7 +97,7 @@ class PlannedStep(Controlled, Optimizer):
         new = [param for _, param, state in entries if MASTER not in state]
         param_state.init_param_states(entries, self._storage)
         self._mark_weights(new)
-        self._mark_control()
+        self._mark_control(follow=True)
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
         """Raises TypeError or ValueError unless steps can update the parameter."""
@@ -127,19 +128,26 @@ class PlannedStep(Controlled, Optimizer):
                 if marks.renew([param], [local_tensor(param)]):
                     refresh_stale_elements(param, state)
 
-    def _mark_control(self) -> None:
-        """Adds the entry for the control's fields to the first parameter's state, if it is saved.
+    def _mark_control(self, *, follow: bool = False) -> None:
+        """Adds the control's live counts to the first parameter's state, if they are saved.
 
         torch's set_optimizer_state_dict takes from a dict only entries that the state has: the
         entries of the first parameter that has state, in the order of the groups.
+
+        Args:
+            follow: continue from the counts that a program has moved here with the state, or from
+                the parameters' steps if it has moved no counts. Does not wait for the device.
         """
-        if self.keeps_counts:
-            entries = [self.state.get(param) for param in params_of(self)]
-            states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
-            for entry in states[:1]:
-                entry.setdefault(CONTROL_KEY, {})
-            for entry in states[1:]:
-                entry.pop(CONTROL_KEY, None)
+        entries = [self.state.get(param) for param in params_of(self)] if self.keeps_counts else []
+        states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+        if states:
+            held = [found for entry in states if (found := entry.pop(CONTROL_KEY, None))]
+            live = self._live_counts()
+            if follow and held and held[0] is not self._marked:
+                self._write_control({name: held[0][name] for name in live.keys() & held[0].keys()})
+            elif follow and not held:
+                self._count_at_least([entry["step"] for entry in states])
+            states[0][CONTROL_KEY] = self._marked = live
 
     def _set_control(self, **fields: float) -> None:
         kept_counts = self.keeps_counts

@@ -237,3 +237,43 @@ def test_a_containers_optimizers_all_get_the_counts(source: Any, layout: str) ->
     for each in container:
         assert fields(each)["steps"] == 7
         assert expected is None or fields(each) == expected
+
+
+def moved_whole(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(state)
+
+
+def moved_tensors(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def copied_in_place(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    """As torchrec's KeyedOptimizer loads: into the tensors of state that exists, also in dicts."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            copied_in_place(value, into[name])
+        else:
+            into[name].copy_(value)
+    return into
+
+
+@pytest.mark.parametrize("move", [moved_whole, moved_tensors, copied_in_place])
+def test_state_that_a_program_moves_by_hand_continues_the_schedule(move: Any) -> None:
+    """Population-based training, torchrec and checkpoints written by hand move ``state``."""
+    model, optimizer = job()
+    train(model, optimizer, 9, overflow=4)
+    other, resumed = job()
+    resumed.init_state()
+    other.load_state_dict(model.state_dict())
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        resumed.state[mine] = move(optimizer.state[theirs], resumed.state[mine])
+    if move is moved_tensors:  # it has no loss scale
+        for name in ("loss_scale", "growth_tracker"):
+            resumed.control.live(name).copy_(optimizer.control.live(name))
+    for _ in range(4):
+        train(model, optimizer, 1)
+        train(other, resumed, 1)
+        assert torch.equal(resumed.control.lr_factor, optimizer.control.lr_factor)
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
+    if move is not moved_tensors:
+        assert fields(resumed) == fields(optimizer)
