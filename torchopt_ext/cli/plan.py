@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
-from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT
+from torchopt_ext.optim.storage import MASTER_WEIGHTS, Storage
 
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
@@ -106,9 +107,10 @@ def main(args: list[str]) -> int:
     with Progress("planning", len(SHARDINGS) + 1) as progress:
         name, entries = from_options(options)
         params = [entry.tensor for entry in entries]
-        if options.master_weights and not any(param.dtype in SIXTEEN_BIT for param in params):
+        if options.master_weights and not any(map(storage_of(options).master_of, params)):
+            kind = "16-bit" if options.master_weights == "fp32" else "bfloat16"
             raise CommandError(
-                f"--master-weights {options.master_weights} completes 16-bit parameters, and "
+                f"--master-weights {options.master_weights} completes {kind} parameters, and "
                 f"{name} has none: see --dtype"
             )
         plans = {}
@@ -121,7 +123,7 @@ def main(args: list[str]) -> int:
                     world_size=options.world_size,
                     grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
                     master_weights=options.master_weights,
-                    state_dtype=options.state_dtype and getattr(torch, options.state_dtype),
+                    state_dtype=storage_of(options).state_dtype,
                     fp32_moments=options.fp32_moments,
                     amsgrad=options.amsgrad,
                     norm=not options.no_norm,
@@ -137,6 +139,11 @@ def main(args: list[str]) -> int:
             text = as_text(name, params, plans, options)
     print(text)
     return 0
+
+
+def storage_of(options: Any) -> Storage:
+    dtype = options.state_dtype and getattr(torch, options.state_dtype)
+    return Storage(options.master_weights, dtype)
 
 
 def chosen_fp32(entries: list[Entry], options: Any) -> Collection[Tensor]:
@@ -175,6 +182,7 @@ def as_json(
         "parameters": sum(p.numel() for p in params),
         "trainable": sum(trained),
         "world_size": options.world_size,
+        "passed_over": storage_of(options).passed_over(params, stochastic_rounding=False),
         "shardings": {
             sharding: {
                 "uneven": unevenness([rank.elements for rank in ranks]),
@@ -200,6 +208,8 @@ def as_text(
         f"{total:,} parameters in {len(params):,} tensors, {dtypes}"
         + (f"; {frozen:,} frozen" if frozen else ""),
     ]
+    passed_over = storage_of(options).passed_over(params, stochastic_rounding=False)
+    lines += textwrap.wrap(passed_over or "", 80)
     most = {sharding: fullest(ranks) for sharding, ranks in plans.items()}
     unit, scale = unit_of(max(rank.held for rank in most.values()))
     ranks_text = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"

@@ -1,7 +1,7 @@
 """build_optimizers: builds a container from a configuration like torchtitan's up to 0.2."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import SimpleNamespace
 from typing import Any, overload
 
@@ -223,7 +223,7 @@ def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) 
         raise ValueError(message)
 
 
-def ineffective_on(options: Mapping[str, Any], dtypes: Collection[torch.dtype]) -> dict[str, str]:
+def ineffective_on(options: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, str]:
     """Returns FusedAdamW's arguments without effect on parameters of these dtypes, and says why.
 
     Without a dtype there are no parameters, about which it says nothing.
@@ -233,10 +233,9 @@ def ineffective_on(options: Mapping[str, Any], dtypes: Collection[torch.dtype]) 
     messages = {}
     found = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
     master = options.get("master_weights")
-    if master and not {torch.bfloat16, torch.float16}.intersection(dtypes):
-        messages["master_weights"] = (
-            f"master_weights has no effect: {found}, expected bfloat16 or float16"
-        )
+    if master and dtypes.isdisjoint(SIXTEEN_BIT if master == "fp32" else {torch.bfloat16}):
+        expected = "bfloat16 or float16" if master == "fp32" else "bfloat16"
+        messages["master_weights"] = f"master_weights has no effect: {found}, expected {expected}"
     kept = master in ("fp32", "remainder")  # these keep what rounding a weight would lose
     rounded = {options.get("state_dtype")}.union(() if kept else dtypes)
     if options.get("stochastic_rounding") and not rounded & {torch.bfloat16, torch.int8}:

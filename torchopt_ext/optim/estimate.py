@@ -158,7 +158,7 @@ def estimate(
     named = list(_named(params))
     tensors = [param for _, param in named]
     for number, (name, param) in enumerate(named):
-        if param.requires_grad and (found := storage.problem(param, False)):
+        if param.requires_grad and (found := storage.problem(param)):
             raise ValueError(f"parameter {name or number} {found}")
     if storage.state_dtype == torch.int8:
         ids = frozenset(map(id, fp32_params(named, fp32_moments)))

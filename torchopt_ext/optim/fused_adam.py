@@ -84,6 +84,8 @@ class FusedAdam(HookedStep, PlannedStep):
             "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
             ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
             bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
+            Where this, ``state_dtype`` or ``stochastic_rounding`` does not apply to a parameter
+            that would need it, the others have it, and a warning and ``repr`` say so.
         state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
             weight and the parameter's own dtype without. "int8" means 8 bits each:
             ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
@@ -296,8 +298,11 @@ class FusedAdam(HookedStep, PlannedStep):
         for number, (name, param) in enumerate(named, first):
             if param.requires_grad:  # a frozen parameter is checked with its first gradient
                 self._check_param(param, name or number)
-        if found := self._storage.passed_over(p for _, p in named if p.requires_grad):
+        if found := self._passed_over(group["params"]):
             warnings.warn(found, stacklevel=2)
+
+    def _passed_over(self, params: Iterable[Tensor]) -> str | None:
+        return self._storage.passed_over(params, self._options.stochastic_rounding)
 
     @run_eagerly
     def state_dict(self) -> dict[str, Any]:
@@ -545,7 +550,7 @@ class FusedAdam(HookedStep, PlannedStep):
         """Returns torch's text and the arguments for all groups that are set."""
         given = self._beside_groups().items()
         lines = "".join(f"\n{name}: {value}" for name, value in given if value)
-        if found := self._storage.passed_over(p for p in params_of(self) if p.requires_grad):
+        if found := self._passed_over(params_of(self)):
             lines += f"\n{found}"
         return super().__repr__().replace(" (", f" ({lines}", 1)
 

@@ -101,8 +101,7 @@ class PlannedStep(Controlled, Optimizer):
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
         """Raises TypeError or ValueError unless steps can update the parameter."""
-        rounding = self._options.stochastic_rounding
-        if found := param_problem(param) or self._storage.problem(param, rounding):
+        if found := param_problem(param) or self._storage.problem(param):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
         if self._options.numbers_elements:
             place_of(0, param, name)

@@ -207,7 +207,7 @@ def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     if quantizes:
         fits = not any(tensor_problem(value, param) for value in moments.values())
     else:
-        fits = not storage.problem(param, False) and not [*code_problems(state, param)]
+        fits = not storage.problem(param) and not [*code_problems(state, param)]
     if fits:
         fitted = fit_moments(state, param, quantizes)
         state.clear()

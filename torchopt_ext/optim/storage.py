@@ -18,6 +18,7 @@ MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
 """Values of ``master_weights``, and the state entry that each keeps."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_NARROWED = (*SIXTEEN_BIT, torch.float32)  # the moments of these may have another dtype
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 Place = tuple[int, int, int, int, int, int]
@@ -49,9 +50,8 @@ class Storage:
 
     def master_of(self, param: Tensor) -> str | None:
         """Returns the state entry that completes a parameter, by MASTER_WEIGHTS, or None."""
-        if self.master_weights is None or param.dtype not in SIXTEEN_BIT:
-            return None
-        return MASTER_WEIGHTS[self.master_weights]
+        completed = SIXTEEN_BIT if self.master_weights == "fp32" else (torch.bfloat16,)
+        return MASTER_WEIGHTS.get(self.master_weights or "") if param.dtype in completed else None
 
     def quantizes(self, param: Tensor) -> bool:
         """Returns whether a parameter has 8-bit moments with scales."""
@@ -64,22 +64,15 @@ class Storage:
 
     def float_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's moments that are not codes."""
-        if not _narrows(param):
+        if param.dtype not in _NARROWED:
             return param.dtype
         if self.state_dtype == torch.int8:
             return torch.float32
         own = param.dtype if self.master_of(param) is None else torch.float32
         return self.state_dtype or own  # type: ignore[return-value]
 
-    def problem(self, param: Tensor, stochastic_rounding: bool) -> str | None:
+    def problem(self, param: Tensor) -> str | None:
         """Returns why a parameter cannot be held this way, to follow its name, or None."""
-        if self.master_of(param) not in (None, MASTER) and param.dtype == torch.float16:
-            return (
-                "has dtype float16, but a remainder completes bfloat16 only: "
-                "use master_weights='fp32'"
-            )
-        if stochastic_rounding and param.dtype == torch.float16 and self.master_weights is None:
-            return "has dtype float16; only bfloat16 is rounded stochastically"
         exact = self.state_dtype == torch.int8 or self.master_of(param) in (REMAINDER, REMAINDER8)
         if exact and is_flat(param):
             return (
@@ -89,20 +82,21 @@ class Storage:
             )
         return None
 
-    def passed_over(self, params: Iterable[Tensor]) -> str | None:
-        """Says to which of the parameters ``state_dtype`` does not apply; None if to all."""
-        found = {str(p.dtype).removeprefix("torch.") for p in params if not _narrows(p)}
-        if self.state_dtype is None or not found:
-            return None
-        return (
-            f"state_dtype does not apply to parameters of {', '.join(sorted(found))}: their "
-            "moments have their dtype"
-        )
-
-
-def _narrows(param: Tensor) -> bool:
-    """Returns whether a parameter's moments may have another dtype than the parameter."""
-    return param.dtype in (*SIXTEEN_BIT, torch.float32)
+    def passed_over(self, params: Iterable[Tensor], stochastic_rounding: bool) -> str | None:
+        """Says which arguments do not apply to which trainable parameters; None if all do."""
+        dtypes = {param.dtype for param in params if param.requires_grad}
+        wide = [str(dtype).removeprefix("torch.") for dtype in dtypes.difference(_NARROWED)]
+        half = torch.float16 in dtypes and self.master_weights != "fp32"
+        others = "does not apply to parameters of"
+        texts = []
+        if wide and self.state_dtype is not None:
+            kinds = ", ".join(sorted(wide))
+            texts += [f"state_dtype {others} {kinds}: their moments have their dtype"]
+        if half and self.master_weights is not None:
+            texts += [f"master_weights {others} float16: a remainder completes bfloat16 only"]
+        if half and stochastic_rounding:
+            texts += [f"stochastic_rounding {others} float16: they are rounded to nearest"]
+        return "; ".join(texts) or None
 
 
 def reject_param(param: Tensor, what: str) -> None:

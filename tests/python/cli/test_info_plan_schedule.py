@@ -296,6 +296,13 @@ def test_plan_of_safetensors_headers(run: Run, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": files}))
     shown = run("plan", index)
     assert "750 parameters in 2 tensors, bfloat16, float32" in shown
+    files["u"] = safetensors(tmp_path / "c.safetensors", {"u": ("F16", [7])}).name
+    index.write_text(json.dumps({"weight_map": files}))
+    said = "master_weights does not apply to parameters of float16"
+    assert said in run("plan", index, "--master-weights", "remainder")
+    found = json.loads(run("plan", index, "--master-weights", "remainder", "--json"))
+    assert said in found["passed_over"]
+    assert found["shardings"]["ddp"]["ranks"][0]["masters"] == 2 * 700
 
 
 def test_plan_reads_what_safetensors_writes(run: Run, tmp_path: Path) -> None:

@@ -275,18 +275,13 @@ def test_refused_arguments(name: str) -> None:
     for wrong in (-1, 2**64):
         with pytest.raises(ValueError, match="rounding_seed"):
             cls(params, stochastic_rounding=True, rounding_seed=wrong)
-    for kind in ("remainder", "remainder8"):
-        with pytest.raises(TypeError, match=r"parameter 'w' .*float16.*bfloat16 only"):
-            cls([("w", nn.Parameter(torch.zeros(2, dtype=FP16)))], master_weights=kind)
-    with pytest.raises(TypeError, match="float16"):
-        cls(make_params(SHAPES, FP16), stochastic_rounding=True)
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     params = make_params(SHAPES, BF16)
     optimizer = OURS["AdamW"](params, master_weights="remainder")
-    with pytest.raises(TypeError, match="float16"):
-        optimizer.add_param_group({"params": make_params(SHAPES, FP16)})
+    with pytest.raises(TypeError, match="meta device"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.empty(2, device="meta"))})
     assert len(optimizer.param_groups) == 1
     train(params, optimizer, 0)
 

@@ -185,19 +185,35 @@ def test_complex_gradients_that_are_not_as_their_parameter() -> None:
     assert torch.equal(mine, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64], ids=str)
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"])
-def test_state_dtype_applies_where_it_can(dtype: torch.dtype, state_dtype: Any) -> None:
-    """One weight that keeps moments of its own dtype takes the option from no other."""
+OWN_MOMENTS = "their moments have their dtype"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "reason"),
+    [
+        (torch.complex64, {"state_dtype": torch.bfloat16}, OWN_MOMENTS),
+        (torch.complex64, {"state_dtype": "int8"}, OWN_MOMENTS),
+        (torch.float64, {"state_dtype": torch.bfloat16}, OWN_MOMENTS),
+        (torch.float16, {"master_weights": "remainder"}, "a remainder completes bfloat16 only"),
+        (torch.float16, {"master_weights": "remainder8"}, "a remainder completes bfloat16 only"),
+        (torch.float16, {"stochastic_rounding": True}, "they are rounded to nearest"),
+    ],
+    ids=str,
+)
+def test_options_apply_where_they_can(
+    dtype: torch.dtype, options: dict[str, Any], reason: str
+) -> None:
+    """One weight that cannot have an option takes it from no other."""
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(4, 64, dtype=d)) for d in (torch.float32, dtype)]
+    first = torch.bfloat16 if dtype == torch.float16 else torch.float32
+    weights = [nn.Parameter(torch.randn(4, 64, dtype=d)) for d in (first, dtype)]
     alone = [nn.Parameter(weight.detach().clone()) for weight in weights]
     kind = str(dtype).removeprefix("torch.")
-    message = f"state_dtype does not apply to parameters of {kind}: their moments have their dtype"
+    message = f"{next(iter(options))} does not apply to parameters of {kind}: {reason}"
     with pytest.warns(UserWarning, match=message):
-        optimizer = FusedAdamW(weights, state_dtype=state_dtype)
+        optimizer = FusedAdamW(weights, **options)
     assert message in repr(optimizer)
-    twins = [FusedAdamW(alone[:1], state_dtype=state_dtype), FusedAdamW(alone[1:])]
+    twins = [FusedAdamW(alone[:1], **options), FusedAdamW(alone[1:])]
     for one in (optimizer, *twins):
         for param in (p for group in one.param_groups for p in group["params"]):
             param.grad = torch.ones_like(param) * 0.5
@@ -205,9 +221,14 @@ def test_state_dtype_applies_where_it_can(dtype: torch.dtype, state_dtype: Any) 
     for weight, other, twin in zip(weights, alone, twins, strict=True):
         assert torch.equal(weight, other)
         assert optimizer.state[weight].keys() == twin.state[other].keys()
+    held = {name: value for name, value in options.items() if name != "stochastic_rounding"}
+    moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    assert sum(t.nbytes for t in moments) == sum(
+        rank.masters + rank.moments for rank in FusedAdamW.estimate(weights, **held)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        late = FusedAdamW(weights[:1], state_dtype=state_dtype)
+        late = FusedAdamW(weights[:1], **options)
         with pytest.raises(UserWarning, match=kind):
             late.add_param_group({"params": weights[1:]})
     assert len(late.param_groups) == 1

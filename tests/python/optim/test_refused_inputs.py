@@ -288,10 +288,11 @@ BAD_ARGUMENTS: dict[str, Any] = {
     "foreach": {"foreach": True},
     "second group": {},
     "pattern": {"state_dtype": "int8", "fp32_moments": ["no such name"]},
-    "master_weights": {"master_weights": "remainder"},
+    "warning": {"master_weights": "remainder"},
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", BAD_ARGUMENTS)
 @pytest.mark.parametrize("wrap", [list, iter])
 def test_a_rejected_construction_leaves_the_callers_groups(kind: str, wrap: Any) -> None:
@@ -303,7 +304,7 @@ def test_a_rejected_construction_leaves_the_callers_groups(kind: str, wrap: Any)
         {"params": wrap([("b", half)])},
     ]
     others = [{"params": [bad]}] if kind == "second group" else []
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError, UserWarning)):
         OURS["AdamW"](groups + others, lr=0.5, betas=(0.5, 0.5), **BAD_ARGUMENTS[kind])
     assert [sorted(group) for group in groups + others] == [["eps", "params"], ["params"]] + [
         ["params"] for _ in others
