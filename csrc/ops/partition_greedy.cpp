@@ -48,6 +48,7 @@ std::vector<int64_t> partition_greedy_op(at::IntArrayRef numels, int64_t world_s
                    [&](size_t a, size_t b) { return numels[a] > numels[b]; });
   using Rank = std::tuple<int64_t, int64_t, int64_t>;  // load, tie, number
   std::vector<Rank> ranks;
+  ranks.reserve(loads.size());
   for (size_t r = 0; r < loads.size(); ++r) {
     ranks.emplace_back(loads[r], ties[r], static_cast<int64_t>(r));
   }

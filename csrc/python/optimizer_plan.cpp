@@ -125,7 +125,9 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
               .followed = std::move(followed[i]),
               .positions = std::move(positions[i]),
               .uses_group = std::move(uses_group),
-              .hypers = {}};
+              .hypers = {},
+              .marks = {},
+              .written = {}};
     if (follows) {
       for (size_t k = 0; k < entries[i].size(); ++k) {
         part.marks.push_back(part.objects[k].param.mark(entries[i][k].tensors[kParam]));
