@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchopt_ext import FusedAdamW
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.statedict.entries import MOMENTS
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 BUCKET = 3000
@@ -82,14 +83,21 @@ def held(sharding: str, dtype: torch.dtype = torch.float32, **options: Any) -> N
     run: nn.Module = model
     if sharding in ("ddp", "zero1", "balanced"):
         run = DDP(model, gradient_as_bucket_view=True)
+    buckets: list[Tensor] = []  # DDP keeps them; the hook leaves no gradient in p.grad
     if sharding == "balanced":
-        run.register_comm_hook(None, reduce_scatter_hook(optimizer))
+        reduce_scatter = reduce_scatter_hook(optimizer)
+        # DDP compares annotations of a hook that has any.
+        run.register_comm_hook(
+            None, lambda _, bucket: buckets.append(bucket.buffer()) or reduce_scatter(_, bucket)
+        )
     run(torch.randint(5, (5,))).square().mean().backward()
     optimizer.step()
     states = list(local.state.values())
-    moments = [state[name] for state in states for name in (*CODES, *SCALES) if name in state]
+    moments = [
+        state[name] for state in states for name in (*MOMENTS, *CODES, *SCALES) if name in state
+    ]
     masters = [state[name] for state in states for name in MASTERS.values() if name in state]
-    gradients = [p.grad for p in params]
+    gradients = [*buckets, *(p.grad for p in params)]
     if sharding in ("balanced", "zero2"):
         gradients += [p.grad for group in local.param_groups for p in group["params"]]
     estimated = ranks[dist.get_rank()]

@@ -289,7 +289,7 @@ def storable(value: Any, where: str = "") -> Any:
     if isinstance(value, Tensor):
         dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
         checkpointable = isinstance(value, DTensor) or hasattr(value, "__create_write_items__")
-        if not (dense or checkpointable) or value.is_meta:
+        if not (dense or checkpointable) or value.device.type == "meta":
             raise TypeError(
                 f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}; "
                 f"expected a dense tensor"
