@@ -45,11 +45,10 @@ bool OptimizerPlan::Known::is_same() const {
          same_counter(counter, THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter());
 }
 
-// Other threads and finalizers may drop what a step reads.
+// Other threads, finalizers and what a step calls (a learning rate's __float__, dispatch modes) may
+// drop what the step reads.
 void OptimizerPlan::own_objects() {
-  if (std::exchange(owns_, true)) {
-    return;
-  }
+  owns_ = true;
   for (const Part& part : parts_) {
     visit_objects(part.objects, [](PyObject* object) { Py_INCREF(object); });
     for (const Followed& followed : part.followed) {
@@ -164,7 +163,6 @@ void OptimizerPlan::set_pending_gradients(Part& part) {
     }
   }
   if (!their_index.empty()) {
-    own_objects();
     const py::list locals = local_gradients_(to_unwrap);
     for (size_t k = 0; k < their_index.size(); ++k) {
       const py::object local = locals[k];

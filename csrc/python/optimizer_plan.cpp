@@ -138,7 +138,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   }
 }
 
-bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state, bool keeps_gil) {
+bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
   release();
   if (!snapshot_.matches(param_groups, state)) {
     return false;
@@ -153,9 +153,7 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state,
     }
   }
   collected_ = true;
-  if (!keeps_gil) {
-    own_objects();
-  }
+  own_objects();
   auto releasing = release_at_end();
   for (Part& part : parts_) {
     if (!follow(part)) {
@@ -228,8 +226,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   const at::NoGradGuard no_grad;
   Part& part = parts_.at(0);
   StepPlan& plan = part.plan;
-  const bool keeps_gil = plan.is_short() && part.followed.empty();
-  if (!collect(param_groups, state, keeps_gil)) {
+  if (!collect(param_groups, state)) {
     return false;
   }
   const auto releasing = release_at_end();
@@ -237,10 +234,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   check_accumulator(accumulator, device);
   check_control(control, device);
   passes_on(device).clear(accumulator);
-  std::optional<py::gil_scoped_release> unlocked;
-  if (!keeps_gil) {
-    unlocked.emplace();
-  }
+  const py::gil_scoped_release unlocked;
   if (with_norm) {
     plan.accumulate(accumulator, /*normalize=*/false);
   }

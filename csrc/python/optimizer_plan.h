@@ -57,8 +57,7 @@ class OptimizerPlan {
   // no optimizer of several is updated if one is rejected. Returns false, with nothing changed, if
   // the plan does not fit: objects were replaced, or a parameter without state has a gradient
   // or is no longer frozen.
-  bool collect(const pybind11::list& param_groups, const pybind11::dict& state,
-               bool keeps_gil = false);
+  bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
 
   // Runs pass A of one part, after collect().
   void accumulate(size_t part, const at::Tensor& accumulator);

@@ -263,12 +263,10 @@ def load_refused_on_one_rank() -> None:
 def group_refused() -> None:
     """Adds a group that the local optimizer rejects, which must leave all ranks unchanged."""
     params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16)) for _ in range(4)]
-    zero = ZeroRedundancyOptimizer(
-        params, FusedAdamW, allow_mixed_dtypes=True, master_weights="remainder"
-    )
-    half = nn.Parameter(torch.ones(70, dtype=torch.float16))
-    with pytest.raises(TypeError, match="remainder"):
-        zero.add_param_group({"params": [half]})
+    zero = ZeroRedundancyOptimizer(params, FusedAdamW, master_weights="remainder")
+    more = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="bias_correction"):
+        zero.add_param_group({"params": [more], "bias_correction": "no"})
     for param in params:
         param.grad = torch.ones_like(param)
     zero.step()

@@ -389,3 +389,28 @@ def test_joint_step_refuses_a_step_that_is_overridden_or_replaced(cls: Any) -> N
     container.optimizers[0].max_grad_norm = container.optimizers[1].max_grad_norm = None
     container.step()
     assert [len(opt.state) for opt in container.optimizers] == [2, 2 if cls is Mine else 0]
+
+
+def test_a_learning_rate_may_drop_the_state_that_a_step_reads() -> None:
+    """A group's value whose conversion to a float clears the state leaves the step complete."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(8, 64)) for _ in range(50)]
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    ours, plain = FusedAdamW(params, lr=1e-2), FusedAdamW(twins, lr=1e-2)
+    reused = []
+
+    class Rate:
+        def __float__(self) -> float:
+            ours.state.clear()
+            reused.extend(torch.full((8, 64), 7.0) for _ in range(150))
+            return 1e-2
+
+    for rate in (1e-2, Rate()):
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = torch.randn(8, 64)
+            twin.grad = param.grad.clone()
+        ours.param_groups[0]["lr"] = rate
+        ours.step()
+        plain.step()
+    assert all(map(torch.equal, params, twins))
+    assert all(bool((tensor == 7).all()) for tensor in reused)
