@@ -67,7 +67,7 @@ def mask(model: nn.Module) -> None:
 
 
 def rows(model: nn.Module) -> None:
-    next(model.parameters())[1:3] = 0.25
+    next(model.parameters())[1:3].fill_(0.25)
 
 
 def exchange(model: nn.Module) -> None:
