@@ -93,13 +93,14 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
     return true;
   });
   for (const auto& [param, entry] : state) {
-    entries_.push_back({param.ptr(), entry.ptr(), version_of(entry.ptr()), values_of(entry.ptr())});
+    entries_.push_back({param.ptr(), entry.ptr(), version_of(entry.ptr())});
+    values_.push_back(values_of(entry.ptr()));
   }
 }
 
-std::array<PyObject*, StateSnapshot::kRead> StateSnapshot::values_of(PyObject* dict) {
+StateSnapshot::Values StateSnapshot::values_of(PyObject* dict) {
   static_assert(std::tuple_size_v<decltype(kNames)> == kRead);
-  std::array<PyObject*, kRead> values{};
+  Values values{};
   PyObject* name = nullptr;
   PyObject* value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &name, &value) != 0;) {
@@ -143,7 +144,7 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
     }
     Entry& known = entries_[i];
     if (!is_version(known.dict, known.version)) {
-      if (values_of(known.dict) != known.values) {
+      if (values_of(known.dict) != values_[i]) {
         return false;
       }
       known.version = version_of(known.dict);

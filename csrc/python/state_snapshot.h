@@ -23,20 +23,21 @@ class StateSnapshot {
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
  private:
-  static constexpr size_t kRead = 11;  // names of entries that a step reads
+  static constexpr size_t kRead = 11;           // names of entries that a step reads
+  using Values = std::array<PyObject*, kRead>;  // by name; null where absent
   // One parameter's state.
   struct Entry {
     const PyObject* param;
     PyObject* dict;
-    uint64_t version;                     // version of dict with these values
-    std::array<PyObject*, kRead> values;  // by name; null where absent
+    uint64_t version;  // version of dict with the values below
   };
   bool state_matches(const pybind11::dict& state);
-  static std::array<PyObject*, kRead> values_of(PyObject* dict);
+  static Values values_of(PyObject* dict);
 
   uint64_t state_version_ = 0;
   std::vector<const void*> in_groups_;
   std::vector<Entry> entries_;
+  std::vector<Values> values_;  // by entry; beside the entries, which a step mostly reads alone
 };
 
 }  // namespace torchopt_ext
