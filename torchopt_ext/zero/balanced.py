@@ -218,9 +218,8 @@ class BalancedBuckets:
                 if not self.gathers and bucket.flat.is_cpu:
                     self._updates_in_flight[bucket] = self._broadcast(bucket)
                     continue
-                if (
-                    len(self._updates_in_flight) >= IN_FLIGHT
-                ):  # each holds a second copy of its bucket
+                # Each holds a second copy of its bucket.
+                if len(self._updates_in_flight) >= IN_FLIGHT:
                     self.wait_for_updates(list(self._updates_in_flight)[:1])
                 self._updates_in_flight[bucket] = self._gather(bucket)
         self.wait_for_updates(

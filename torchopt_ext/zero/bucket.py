@@ -75,13 +75,10 @@ class Bucket:
     def lay_anew(self) -> None:
         """Moves all parameters to other memory: the user may hold the memory they had."""
         flat = self.flat = torch.zeros_like(self.flat)
-        starts = self.starts.items()
-        self.places = [
-            view_in(flat, start, place).copy_(param.detach())
-            for (param, start), place in zip(starts, self.places, strict=True)
-        ]
-        for param, place in zip(self.starts, self.places, strict=True):
-            param.data = place
+        former, self.places = self.places, []
+        for (param, start), place in zip(self.starts.items(), former, strict=True):
+            self.places.append(view_in(flat, start, place))
+            param.data = self.places[-1].copy_(param.detach())
         for part in self.parts:
             old = part.tensor
             old.data = flat.as_strided(old.shape, old.stride(), old.storage_offset())

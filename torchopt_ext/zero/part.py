@@ -24,14 +24,6 @@ class Part:
     end: int
     tensor: Tensor
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        return memory_order(self.param)
-
-    @property
-    def memory_shape(self) -> tuple[int, ...]:
-        return tuple(self.param.shape[d] for d in self.order)
-
     def divides(self, value: Any) -> bool:
         """Returns whether a state entry is a part, with one value for each element, of a whole."""
         fits = isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -60,7 +52,7 @@ class Part:
             )
         if self.is_whole:
             return whole
-        return whole.permute(self.order).reshape(-1)[self.begin : self.end].view(self.tensor.shape)
+        return in_memory_order(whole, self.param)[self.begin : self.end].view(self.tensor.shape)
 
     def of(self, value: Any) -> Any:
         """Cuts this part out of a parameter's state entry. Returns other shapes unchanged."""
@@ -83,12 +75,6 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
     """Flattens ``value`` in the memory order of ``like``, a tensor of the same shape."""
     return value.permute(memory_order(like)).reshape(-1)
-
-
-def in_param_order(param: Tensor, value: Tensor) -> Tensor:
-    """Permutes ``value`` from the memory order of ``param`` to the dimensions of ``param``."""
-    order = memory_order(param)
-    return value.permute([order.index(d) for d in range(len(order))])
 
 
 def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:

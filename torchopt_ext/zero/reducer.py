@@ -12,7 +12,7 @@ from torchopt_ext.optim.collective import collective, comm_device, run, wait
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
-from torchopt_ext.zero.part import Part, in_memory_order
+from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
 IN_FLIGHT = 2
@@ -202,13 +202,6 @@ class Reducer:
         total = total.to(received.dtype)
         bucket.grad = total if bucket.grad is None else bucket.grad.add_(total)
 
-    def _gradient_of(self, bucket: Bucket, part: Part) -> Tensor:
-        """Returns a part's view of the bucket's reduced gradient."""
-        assert bucket.grad is not None
-        begin = bucket.starts[part.param] + part.begin - bucket.cuts[self.ranks.rank]
-        run = bucket.grad[begin : begin + part.end - part.begin]
-        return run.as_strided(part.tensor.shape, part.tensor.stride(), run.storage_offset())
-
     @torch.no_grad()
     def settle(self) -> None:
         """Ends the backward pass, and waits for all reductions."""
@@ -249,7 +242,9 @@ class Reducer:
             for part in bucket.parts:
                 part.tensor.grad = None
                 if bucket.grad is not None and part.param in self.present:
-                    part.tensor.grad = self._gradient_of(bucket, part)
+                    begin = bucket.starts[part.param] + part.begin - bucket.cuts[self.ranks.rank]
+                    like = part.tensor
+                    like.grad = bucket.grad.as_strided(like.shape, like.stride(), begin)
 
     def _agree(self, late: list[Tensor]) -> bool:
         """Adds the parameters that other ranks used. Returns whether all ranks reduce once more.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchopt_ext._torch import make_wrapper_subclass
-from torchopt_ext.zero.part import Part, in_memory_order, in_param_order
+from torchopt_ext.zero.part import Part, in_memory_order, memory_order
 
 _SHARD_BY_SHARD = {
     *("clone.default", "detach.default", "_to_copy.default"),
@@ -70,12 +70,12 @@ class StateShard(Tensor):
                 shards, chunks = [value], [_chunk([0] * value.dim(), shape)]
                 continue
             flat, first = in_memory_order(value, part.tensor), 0
-            for offsets, sizes in boxes(part.begin, part.end, part.memory_shape):
+            order = memory_order(part.param)
+            position = [order.index(d) for d in range(len(order))]  # of each dimension in memory
+            for offsets, sizes in boxes(part.begin, part.end, [part.param.shape[d] for d in order]):
                 count = math.prod(sizes)
-                box = flat[first : first + count].view(sizes)
-                shards.append(in_param_order(part.param, box))
-                place = [offsets[part.order.index(d)] for d in range(len(offsets))]
-                chunks.append(_chunk(place, shards[-1].shape))
+                shards.append(flat[first : first + count].view(sizes).permute(position))
+                chunks.append(_chunk([offsets[i] for i in position], shards[-1].shape))
                 first += count
         made = cls(shape, shards, chunks, elsewhere)
         made.entries = {(part.begin, part.end): value for part, value in pieces}
