@@ -48,17 +48,16 @@ class Batches:
             for position, param in enumerate(joint.params)
         }
         # By stream, because gradients are complete in order on each stream.
-        self._waiting: dict[torch.Stream | None, weakref.ref[_Waiting]] = {}
+        self._waiting: weakref.WeakValueDictionary[torch.Stream | None, _Waiting]
+        self._waiting = weakref.WeakValueDictionary()
 
     def take(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient, and steps with it now or before backward has ended."""
         gradient, param.grad = param.grad, None
         task, stream = graph_task(), current_stream(param.device)
-        known = self._waiting.get(stream)
-        waiting = None if known is None else known()
+        waiting = self._waiting.get(stream)
         if waiting is None or waiting.task != task:
-            waiting = _Waiting(task)
-            self._waiting[stream] = weakref.ref(waiting)
+            waiting = self._waiting[stream] = _Waiting(task)
             if task >= 0:
                 call_at_end_of_backward(waiting.end)  # only this callback keeps the gradients
         waiting.add(gradient, *self.places[id(param)])

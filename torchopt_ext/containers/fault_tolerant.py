@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from torchopt_ext.statedict.masters import refresh_stale_elements
 
 if TYPE_CHECKING:
     import torchft
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class FaultTolerant(OptimizersContainer[T]):
@@ -37,7 +34,7 @@ class FaultTolerant(OptimizersContainer[T]):
     """True during a call of torchft, which calls step() and zero_grad() in turn."""
 
     @staticmethod
-    def profile_hook_step(step: Callable[P, R]) -> Callable[P, R]:
+    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
         """Does not wrap: torch's hooks would precede the decision. _committed_step fires them."""
         return step
 

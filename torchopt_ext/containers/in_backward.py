@@ -77,7 +77,21 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         norm_for = ("max_grad_norm", "skip_nonfinite")
         self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
         self._backwards = backwards_per_step
-        self._check_arguments(optimizer_kwargs.get("process_group"))
+        if backwards_per_step is not None:
+            expect_counts(backwards_per_step=backwards_per_step)
+            if backwards_per_step < 1:
+                raise ValueError(f"backwards_per_step is {backwards_per_step}, expected 1 or more")
+            if optimizer_kwargs.get("process_group") is not None:
+                raise ValueError(
+                    "ranks of a process_group, such as pipeline stages, end their backward at "
+                    "different times, so they cannot agree on a norm there: pass "
+                    "backwards_per_step=None, and step() does it"
+                )
+        elif not self.measures_norm:
+            raise ValueError(
+                "backwards_per_step=None keeps all gradients until step(), as "
+                "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
+            )
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")
@@ -135,24 +149,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         if self.measures_norm:
             return [params] if params else []
         return [[param] for param in params]
-
-    def _check_arguments(self, process_group: Any) -> None:
-        if self._backwards is None:
-            if not self.measures_norm:
-                raise ValueError(
-                    "backwards_per_step=None keeps all gradients until step(), as "
-                    "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
-                )
-            return
-        expect_counts(backwards_per_step=self._backwards)
-        if self._backwards < 1:
-            raise ValueError(f"backwards_per_step is {self._backwards}, expected 1 or more")
-        if process_group is not None:
-            raise ValueError(
-                "ranks of a process_group, such as pipeline stages, end their backward at "
-                "different times, so they cannot agree on a norm there: pass "
-                "backwards_per_step=None, and step() does it"
-            )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Fires the step hooks, and updates what backward has not updated (`backwards_per_step`).
