@@ -253,8 +253,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             else:
                 self._optimizer_of[param].step()
                 param.grad = None
-            return
-        if self._backwards is not None:
+        elif self._backwards is not None:
             self._update_at_end()
 
     def _update_at_end(self, *_: Any) -> None:

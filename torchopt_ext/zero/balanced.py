@@ -240,12 +240,8 @@ class BalancedBuckets:
 
     def _broadcast(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
         """Starts one broadcast per rank, in place. gloo's all-gather takes twice as long."""
-        works = []
-        for rank, (lo, hi) in enumerate(itertools.pairwise(bucket.cuts)):
-            if lo < hi:
-                memory = bucket.flat[lo:hi].view(torch.uint8)
-                source = self.ranks.global_rank(rank)
-                works.append(dist.broadcast(memory, source, group=self.ranks.group, async_op=True))
+        shares = enumerate(itertools.pairwise(bucket.cuts))
+        works = [self.ranks.broadcast(bucket.flat[lo:hi], r) for r, (lo, hi) in shares if lo < hi]
         return works, None
 
     @torch.no_grad()

@@ -125,12 +125,7 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
         zero._local_step(gradients)
     with collective(f"sending the parameters of bucket {index}"):
         return [
-            dist.broadcast(
-                of_rank[index].tensor.view(torch.uint8),
-                zero.ranks.global_rank(rank),
-                group=zero.process_group,
-                async_op=True,
-            )
+            zero.ranks.broadcast(of_rank[index].tensor, rank)
             for rank, of_rank in enumerate(assigned)
             if index in of_rank
         ]
@@ -169,7 +164,9 @@ def reduce_scatter_hook(
                 f"averages over {of_ddp or 'unknown ranks'}: give both the same process group, and "
                 f"the hook DDP, as reduce_scatter_hook(zero, ddp)"
             )
-    reducer.serve_hook()
+    if not reducer.active:
+        reducer.passes.add(reducer)
+        reducer.active = True
     taken: list[Tensor] = []
 
     def scattering_hook(state: Any, bucket: GradBucket) -> Future:

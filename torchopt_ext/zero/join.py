@@ -6,11 +6,10 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from torchopt_ext.optim.collective import all_gather, collective, run
+from torchopt_ext.optim.collective import all_gather, collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import Ranks
@@ -140,8 +139,7 @@ def share(
             assert param.grad is not None
             sent = param.grad.to(dtype).contiguous()
             with collective("sending gradients to ranks out of data"):
-                memory = sent.view(-1).view(torch.uint8)
-                run(dist.broadcast, memory, ranks.global_rank(source), group=ranks.group)
+                wait(ranks.broadcast(sent.view(-1), source))
             if out_of_data:
                 param.grad.copy_(sent)
     if not out_of_data:

@@ -106,7 +106,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         self.ranks = Ranks.of(process_group, timeout)
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
-        self.global_rank = self.ranks.global_rank(self.rank)
+        self.global_rank = torch.distributed.get_rank()
         self.initialized = False
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes

@@ -48,9 +48,10 @@ class Ranks:
     def __deepcopy__(self, memo: Any) -> "Ranks":
         return self
 
-    def global_rank(self, rank: int) -> int:
-        """Converts a rank of this group to a rank of the default group."""
-        return dist.get_global_rank(self.group, rank)
+    def broadcast(self, tensor: Tensor, rank: int) -> Any:
+        """Starts sending a contiguous tensor of a rank, as bytes; returns the work to wait for."""
+        memory = tensor.view(torch.uint8)
+        return dist.broadcast(memory, group=self.group, group_src=rank, async_op=True)
 
 
 def bounded(method: Method) -> Method:

@@ -71,12 +71,6 @@ class Reducer:
         copied.hook_trainable()
         return copied
 
-    def serve_hook(self) -> None:
-        """Prepares for gradients from a DDP communication hook, perhaps once more."""
-        if not self.active:
-            self.passes.add(self)
-        self.active = True
-
     def hook_trainable(self) -> None:
         """Puts hooks on parameters that have become trainable."""
         if not self.hooks:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C, ops
@@ -134,16 +133,13 @@ class WholeTensors:
             works: list[Any] = []
             unpack: list[tuple[list[Tensor], list[Tensor]]] = []
             for rank in range(self.ranks.size):
-                source = self.ranks.global_rank(rank)
                 for batch in self._outgoing[rank]:
-                    memory = flat_memory(batch[0]) if len(batch) == 1 else None
-                    if memory is None:
+                    flat = flat_memory(batch[0]) if len(batch) == 1 else None
+                    if flat is None:
                         flat = flatten_dense([p.data for p in batch])
-                        memory = flat.view(torch.uint8)
                         if rank != self.ranks.rank:
                             unpack.append((unflatten_dense(flat, batch), batch))
-                    work = dist.broadcast(memory, source, group=self.ranks.group, async_op=True)
-                    works.append(work)
+                    works.append(self.ranks.broadcast(flat, rank))
             for work in works:
                 wait(work)
         with torch.inference_mode():  # else it raises for parameters that were made in it
