@@ -75,6 +75,16 @@ class ParallelDims:
                 f"{product} = {prod(degrees.values())} ranks, but the world size is "
                 f"{self.world_size}; the degrees are parallelism.{', .'.join(_SETTINGS.values())}"
             )
+        self.dp_replicate_enabled = self.dp_replicate > 1
+        self.dp_shard_enabled = self.dp_shard > 1
+        self.cp_enabled = self.cp > 1
+        self.tp_enabled = self.tp > 1
+        self.pp_enabled = self.pp > 1
+        self.dp_enabled = self.dp_replicate_enabled or self.dp_shard_enabled
+        self.dp_cp_enabled = self.dp_enabled or self.cp_enabled
+        self.fsdp_enabled = self.dp_shard_enabled or self.cp_enabled
+        self.loss_parallel_enabled = self.tp_enabled and self.enable_loss_parallel
+        self.non_data_parallel_size = self.cp * self.tp * self.pp
 
     def degrees(self) -> dict[str, int]:
         """Returns the degrees by name."""
@@ -136,43 +146,3 @@ class ParallelDims:
             # For one name get_mesh avoids the warning. For two names there is no other way.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return world_mesh["dp_replicate", "dp_shard_cp"]
-
-    @property
-    def dp_enabled(self) -> bool:
-        return self.dp_replicate_enabled or self.dp_shard_enabled
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        return self.dp_replicate > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        return self.dp_shard > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        return self.cp > 1
-
-    @property
-    def dp_cp_enabled(self) -> bool:
-        return self.dp_enabled or self.cp_enabled
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        return self.dp_shard_enabled or self.cp_enabled
-
-    @property
-    def tp_enabled(self) -> bool:
-        return self.tp > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        return self.pp > 1
-
-    @property
-    def loss_parallel_enabled(self) -> bool:
-        return self.tp_enabled and self.enable_loss_parallel
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        return self.cp * self.tp * self.pp
