@@ -304,10 +304,9 @@ class CheckpointManager:
 
         They are renamed here: a later save of the same step must not be removed in their place.
         """
-        if not self._config.keep_latest_k:
+        if not (keep := self._config.keep_latest_k):
             return
         try:
-            keep = self._config.keep_latest_k
             for removing in files.set_aside_old(self.folder, keep, self._refused):
                 self._remover.submit(shutil.rmtree, removing, ignore_errors=True)
         except OSError as error:  # the next save tries again

@@ -258,19 +258,15 @@ def _file_problem(path: Path, expected: File) -> str:
         size = path.stat().st_size
         if size != expected["size"]:
             return f"{path.name} has {size} bytes, expected {expected['size']}"
-        if (crc32 := _crc32(path)) != expected["crc32"]:
+        crc32 = 0
+        with open(path, "rb", buffering=0) as stream:
+            while data := stream.read(_CHUNK):
+                crc32 = zlib.crc32(data, crc32)
+        if crc32 != expected["crc32"]:
             return f"{path.name} has CRC-32 {crc32:08x}, expected {expected['crc32']:08x}"
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return ""
-
-
-def _crc32(path: Path) -> int:
-    crc32 = 0
-    with open(path, "rb", buffering=0) as stream:
-        while data := stream.read(_CHUNK):
-            crc32 = zlib.crc32(data, crc32)
-    return crc32
 
 
 def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:

@@ -90,7 +90,8 @@ class Planner(DefaultSavePlanner):
         first: dict[tuple[type, str], str] = {}
         repeated: dict[str, str] = {}
         for key, value in self.state_dict.items():
-            if _is_plain(value):
+            items = value if type(value) in (list, tuple) else [value]
+            if all(type(item) in PLAIN for item in items):  # type and repr determine the value
                 same = first.setdefault((type(value), repr(value)), key)
                 if same != key:
                     repeated[key] = same
@@ -105,10 +106,3 @@ class Planner(DefaultSavePlanner):
         for key in self._writer.repeated:
             metadata.state_dict_metadata.setdefault(key, BytesStorageMetadata())
         return plans, metadata
-
-
-def _is_plain(value: Any) -> bool:
-    """Returns whether a value is determined by its type and repr."""
-    if type(value) in (list, tuple):
-        return all(type(item) in PLAIN for item in value)
-    return type(value) in PLAIN

@@ -102,13 +102,8 @@ def register_train_spec(train_spec: TrainSpec) -> None:
     _TRAIN_SPECS.add(train_spec.name, train_spec)
 
 
-def get_train_spec(name: str) -> TrainSpec:
-    """Returns the TrainSpec of a name.
-
-    Raises:
-        ConfigError: The name is not registered. The message says which are, and how to register.
-    """
-    return _TRAIN_SPECS.get(name)
+get_train_spec = _TRAIN_SPECS.get
+"""Returns the TrainSpec of a name. Raises ConfigError if it is not registered."""
 
 
 def apply_to_train_specs(function: Callable[[TrainSpec], TrainSpec]) -> None:

@@ -110,11 +110,9 @@ class Trainer(Stateful):
             dp_degree, dp_rank = mesh.size(), mesh.get_local_rank()
         dp_degree, dp_rank = self.ft_manager.get_dp_info(dp_degree, dp_rank)
         self.gradient_accumulation_steps = gradient_accumulation_steps(job_config, dp_degree)
+        training = job_config.training
         distributed.set_determinism(
-            self.world_mesh,
-            self.device,
-            job_config.training.seed,
-            job_config.training.deterministic,
+            self.world_mesh, self.device, training.seed, training.deterministic
         )
         build_tokenizer = spec.build_tokenizer_fn
         self.tokenizer = build_tokenizer(job_config) if build_tokenizer else None
@@ -144,17 +142,15 @@ class Trainer(Stateful):
                 ft_manager=self.ft_manager,
             )
         # Last, because it changes the process until close().
-        self.gc_handler = GarbageCollection(
-            job_config.training.gc_freq, job_config.training.gc_debug
-        )
+        self.gc_handler = GarbageCollection(training.gc_freq, training.gc_debug)
         logger.info(
             "Trainer is initialized with local batch size %d, %d gradient accumulation steps, "
             "global batch size %d, sequence length %d, total steps %d (warmup %d), on %s",
-            job_config.training.batch_size,
+            training.batch_size,
             self.gradient_accumulation_steps,
-            job_config.training.batch_size * self.gradient_accumulation_steps * dp_degree,
-            job_config.training.seq_len,
-            job_config.training.steps,
+            training.batch_size * self.gradient_accumulation_steps * dp_degree,
+            training.seq_len,
+            training.steps,
             job_config.lr_scheduler.warmup_steps,
             self.device,
         )
@@ -426,13 +422,9 @@ class Trainer(Stateful):
                     warming_up = False
                     self._set_timeouts(job_config.comm.train_timeout_seconds)
             if self.stopped_by:
-                logger.warning(
-                    "Training stops after step %d of %d: %s",
-                    self.step,
-                    steps,
-                    "SIGTERM" if self.stopped_by == "SIGTERM" else "the data set has ended",
-                )
                 ended = self.stopped_by == "data"
+                why = "the data set has ended" if ended else "SIGTERM"
+                logger.warning("Training stops after step %d of %d: %s", self.step, steps, why)
                 if ended:
                     self._validate(due=False)
                 self.checkpointer.save(self.step, force=True, ended=ended)
