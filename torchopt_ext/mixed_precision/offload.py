@@ -21,7 +21,7 @@ from torchopt_ext._torch import tree_leaves, tree_map_only
 from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.local import local_tensor, params_of
-from torchopt_ext.statedict.entries import MASTERS
+from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS
 
 cuda: Any = torch.cuda
 
@@ -244,7 +244,8 @@ def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:
     """Yields an optimizer's tensors of a kind: "states" or "masters"."""
     for entry in optimizer.state.values():
         for name, value in entry.items() if isinstance(entry, dict) else ():
-            if (name in MASTERS) == (kind == "masters"):
+            # The counts are a view of the control block, which stays.
+            if (name in MASTERS) == (kind == "masters") and name != CONTROL_KEY:
                 for leaf in tree_leaves(value):  # some optimizers have lists of tensors
                     if isinstance(leaf, Tensor):
                         yield leaf

@@ -21,7 +21,7 @@ from torchopt_ext.optim.rejection import Verdict
 DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint saves; the others are settings of the run that loads it."""
-_STEPS = CONTROL_FIELDS.index("steps")  # skipped_steps follow
+_STEPS = CONTROL_FIELDS.index("steps")  # the other persistent fields follow, in this order
 
 
 def read_fields(block: Tensor) -> dict[str, float]:
@@ -214,10 +214,10 @@ class Controlled:
             values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
 
-    def _live_counts(self) -> dict[str, Tensor]:
-        """Returns the counts on which a schedule and a loss scale depend: views of the block."""
-        names = PERSISTENT if self.has_loss_scale else PERSISTENT[:2]
-        return {name: self.control.live(name) for name in names}
+    def _live_counts(self) -> Tensor:
+        """Returns the counts on which a schedule and a loss scale depend: a view of the block."""
+        count = len(PERSISTENT) if self.has_loss_scale else 2
+        return self._block(self.default_device)[0][_STEPS : _STEPS + count]
 
     def _count_at_least(self, steps: Iterable[Any]) -> None:
         """Raises the count of steps to the largest of parameters' step counts."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torchopt_ext._C import Identity, OptimizerPlan, WeightMarks
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.control import PERSISTENT, Controlled
 from torchopt_ext.optim.local import (
     SHARDS_ELSEWHERE,
     NormPart,
@@ -53,7 +53,7 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _digests: Mapping[Identity, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
-    _marked: Mapping[str, Tensor] | None = None  # the counts that _mark_control() added
+    _marked: Tensor | None = None  # the counts that _mark_control() added
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
     # Weights when their fp32 masters were made, loaded or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
@@ -140,18 +140,20 @@ class PlannedStep(Controlled, Optimizer):
         entries = [self.state.get(param) for param in params_of(self)] if self.keeps_counts else []
         states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
         if states:
-            held = [found for entry in states if (found := entry.pop(CONTROL_KEY, None))]
+            held = [f for entry in states if len(f := entry.pop(CONTROL_KEY, ()))]
             live = self._live_counts()
             if follow and held and held[0] is not self._marked:
-                self._write_control({name: held[0][name] for name in live.keys() & held[0].keys()})
+                saved = isinstance(held[0], Mapping)  # it is from a state dict
+                found = held[0] if saved else dict(zip(PERSISTENT, held[0], strict=False))
+                self._write_control({k: found[k] for k in PERSISTENT[: len(live)] if k in found})
             elif follow and not held:
                 self._count_at_least([entry["step"] for entry in states])
             states[0][CONTROL_KEY] = self._marked = live
 
     def _set_control(self, **fields: float) -> None:
-        kept_counts = self.keeps_counts
+        kept = self.has_schedule, self.has_loss_scale
         super()._set_control(**fields)
-        if not kept_counts:
+        if kept != (self.has_schedule, self.has_loss_scale):
             self._mark_control()
 
     @property

@@ -28,8 +28,16 @@ from torchopt_ext.mixed_precision import (
     optimizer_on_device,
 )
 
+
+def scheduled(params: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(params)
+    optimizer.set_schedule(warmup_steps=9, stable_steps=9, decay_steps=9)
+    return optimizer
+
+
 BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": FusedAdamW,
+    "scheduled": scheduled,
     "remainder": lambda params: FusedAdamW(params, master_weights="remainder"),
     "remainder8": lambda params: FusedAdamW(params, master_weights="remainder8"),
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),

@@ -239,35 +239,37 @@ def test_a_containers_optimizers_all_get_the_counts(source: Any, layout: str) ->
         assert expected is None or fields(each) == expected
 
 
-def moved_whole(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy(state)
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
+    """Shares what is no tensor, as checkpoints in memory that programs make by hand do."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
-def moved_tensors(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+def moments(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def copied_in_place(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
-    """As torchrec's KeyedOptimizer loads: into the tensors of state that exists, also in dicts."""
-    for name, value in state.items():
-        if isinstance(value, dict):
-            copied_in_place(value, into[name])
-        else:
-            into[name].copy_(value)
-    return into
+MOVES: dict[str, Callable[..., Any]] = {
+    "whole": lambda state, into, packed: copy.deepcopy(state),
+    "cloned": lambda state, into, packed: cloned(state),
+    "from a state dict": lambda state, into, packed: copy.deepcopy(packed),
+    "moments alone": lambda state, into, packed: moments(state),
+    # as torchrec's KeyedOptimizer and population-based training do
+    "in place": lambda state, into, packed: {k: v.copy_(state[k]) for k, v in into.items()},
+}
 
 
-@pytest.mark.parametrize("move", [moved_whole, moved_tensors, copied_in_place])
-def test_state_that_a_program_moves_by_hand_continues_the_schedule(move: Any) -> None:
-    """Population-based training, torchrec and checkpoints written by hand move ``state``."""
+@pytest.mark.parametrize("move", MOVES)
+def test_state_that_a_program_moves_by_hand_continues_the_schedule(move: str) -> None:
     model, optimizer = job()
     train(model, optimizer, 9, overflow=4)
     other, resumed = job()
     resumed.init_state()
     other.load_state_dict(model.state_dict())
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        resumed.state[mine] = move(optimizer.state[theirs], resumed.state[mine])
-    if move is moved_tensors:  # it has no loss scale
+    packed = optimizer.state_dict()["state"].values()
+    rows = zip(other.parameters(), model.parameters(), packed, strict=True)
+    for mine, theirs, saved_state in rows:
+        resumed.state[mine] = MOVES[move](optimizer.state[theirs], resumed.state[mine], saved_state)
+    if move == "moments alone":  # they have no loss scale
         for name in ("loss_scale", "growth_tracker"):
             resumed.control.live(name).copy_(optimizer.control.live(name))
     for _ in range(4):
@@ -275,5 +277,32 @@ def test_state_that_a_program_moves_by_hand_continues_the_schedule(move: Any) ->
         train(other, resumed, 1)
         assert torch.equal(resumed.control.lr_factor, optimizer.control.lr_factor)
     torch.testing.assert_close(other.state_dict(), model.state_dict())
-    if move is not moved_tensors:
+    if move != "moments alone":
         assert fields(resumed) == fields(optimizer)
+
+
+@pytest.mark.parametrize("how", ["put back", "in place"])
+@pytest.mark.parametrize("loss_scale", [True, False])
+def test_state_that_a_program_puts_back_rolls_back_the_schedule(how: str, loss_scale: bool) -> None:
+    model, _ = job()
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    optimizer.set_schedule(**SCHEDULE)
+    train(model, optimizer, 1)
+    if loss_scale:
+        optimizer.set_loss_scale(256.0, growth_interval=3)
+    train(model, optimizer, 4)
+    kept = {param: cloned(state) for param, state in optimizer.state.items()}
+    weights = copy.deepcopy(model.state_dict())
+    runs = []
+    for _ in range(2):
+        train(model, optimizer, 5)
+        runs.append((fields(optimizer), copy.deepcopy(model.state_dict())))
+        for param, state in kept.items():
+            if how == "put back":
+                optimizer.state[param] = cloned(state)
+            else:
+                for name, value in state.items():
+                    optimizer.state[param][name].copy_(value)
+        model.load_state_dict(weights)
+    assert runs[0][0]["steps"] == 10
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
