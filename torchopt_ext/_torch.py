@@ -124,6 +124,16 @@ GET_STATE = "_get_optim_state_dict"
 """The part of torch's get_optimizer_state_dict that asks optimizers for their state dicts."""
 
 
+def is_to_be_filled() -> bool:
+    """Returns whether set_optimizer_state_dict calls state_dict(), to fill what it returns.
+
+    It fills only entries that it finds there (torch/distributed/checkpoint/state_dict.py,
+    _load_optim_state_dict).
+    """
+    names = [frame.f_code.co_name for frame, _ in islice(walk_stack(sys._getframe(2)), 6)]
+    return GET_STATE in names[:3] and "_load_optim_state_dict" in names
+
+
 def is_hook_table(attribute: str) -> bool:
     """Returns whether an optimizer's attribute is a table of hooks, which copies leave out."""
     return attribute.startswith("_optimizer_")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
 from torchopt_ext._C import Identity
-from torchopt_ext._torch import is_dtensor, run_eagerly
+from torchopt_ext._torch import is_dtensor, is_to_be_filled, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
@@ -31,6 +31,7 @@ from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_param
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
 from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import (
     MASTER,
@@ -40,7 +41,7 @@ from torchopt_ext.optim.storage import (
     with_own_steps,
 )
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.statedict.entries import ABSENT, CONTROL_KEY, FORMS, control_entry, converted
 from torchopt_ext.statedict.loaded import (
     Loaded,
     Slot,
@@ -48,7 +49,6 @@ from torchopt_ext.statedict.loaded import (
     names_params,
     raise_problems,
     read_indexed,
-    wholes_problem,
 )
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
@@ -320,11 +320,16 @@ class FusedAdam(HookedStep, PlannedStep):
         if not (isinstance(packed, dict) and "state" in packed):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
         packed["state"] = with_own_steps(packed["state"])
-        for entry in packed["state"].values():
+        filled = dict(enumerate(params_of(self))) if is_to_be_filled() else {}
+        for key, entry in packed["state"].items():
             if not isinstance(entry, dict):
                 continue
             if CONTROL_KEY in entry:
                 entry[CONTROL_KEY] = control_entry(self.saved_control())
+            if key in filled:
+                absent = filled[key] if is_dtensor(filled[key]) else ABSENT
+                missing = [name for name in FORMS if name not in entry]
+                entry.update({name: ABSENT if name in SCALES else absent for name in missing})
             if sharded := {name: value for name, value in entry.items() if is_dtensor(value)}:
                 from torchopt_ext.optim.gathered import Handed  # needs torch.distributed.tensor
 
@@ -350,15 +355,8 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
         with fail_together_in(groups):
-            loaded = self._read(state_dict)
-        differing = wholes_problem(loaded.wholes, groups)
-        with fail_together_in(groups):
-            load = self._checked(loaded, [differing] if differing else [])
+            load = self.prepare_load(state_dict)
         load()
-
-    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Checks a state dict, and returns the function that loads it."""
-        return self._checked(self._read(state_dict))
 
     @torch.no_grad()
     def _read(self, state_dict: dict[str, Any]) -> Loaded:
@@ -370,8 +368,10 @@ class FusedAdam(HookedStep, PlannedStep):
             loaded.slots = [*map(self._without_fillers, loaded.slots)]
         return loaded
 
-    def _checked(self, loaded: Loaded, problems: Sequence[str] = ()) -> Callable[[], None]:
-        raise_problems([*problems, *loaded.problems(self)])
+    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Checks a state dict, and returns the function that loads it."""
+        loaded = self._read(state_dict)
+        raise_problems(loaded.problems(self))
         made = largest_step(self.state.values())
         control = self.control_to_load(loaded.control, loaded.counted, made)
 

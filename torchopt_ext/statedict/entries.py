@@ -33,6 +33,12 @@ MASTERS = {MASTER: torch.float32, **REMAINDERS}
 BESIDE = {**MASTERS, **SCALES}
 """Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
+FORMS = (*MOMENTS, *CODES, *SCALES, *MASTERS)
+"""All entries in which moments and weights can be held, of which a state has some."""
+ABSENT = "not in the state dict"
+"""Stands for an entry that there is not, where torch fills only entries that there are. The entry
+of a sharded parameter is the parameter itself, which says how to cut: not its scales."""
+
 _BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
 SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
 """Entries of torch.optim's classes that have one value for each element of the parameter."""

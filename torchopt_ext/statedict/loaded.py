@@ -12,17 +12,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.local import local_tensor, on_mesh_of
 from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict.entries import (
+    ABSENT,
     CONTROL_KEY,
     MASTERS,
     as_held,
     control_fields,
     control_problem,
-    is_whole,
     option_problem,
     problem,
     required_of,
@@ -76,7 +75,6 @@ class Loaded:
         foreign: state that belongs to no parameter, unchanged.
         control: fields of a control block; empty if there are none.
         extra: further top-level entries.
-        wholes: the labels of whole tensors that were cut to this rank's shards.
     """
 
     slots: list[Slot]
@@ -84,7 +82,6 @@ class Loaded:
     foreign: dict[Any, Any] = field(default_factory=dict)
     control: Mapping[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    wholes: list[str] = field(default_factory=list)
 
     @property
     def counted(self) -> float:
@@ -168,7 +165,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     others = dict(state_dict)
     state, saved_groups = others.pop("state"), others.pop("param_groups")
     control = others.pop(CONTROL_KEY, {})
-    slots, loaded_groups, cast, wholes = [], [], list[Tensor](), list[str]()
+    slots, loaded_groups, cast = [], [], list[Tensor]()
     memo: dict[int, Any] = {}  # groups share a learning rate, as in torch
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or [""] * len(group["params"])
@@ -177,7 +174,10 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
             given = state.get(index, {}).items()
             given = [(k, v) for k, v in given if k in MASTERS or not isinstance(v, Mapping) or v]
-            wholes += [label.replace("{}", k) for k, v in given if is_whole(k, v, param)]
+            own = local_tensor(param)
+            given = [
+                e for e in given if e[1] is not ABSENT and getattr(e[1], "source", 0) is not own
+            ]
             entry = {k: as_held(k, v, param) for k, v in given}
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
@@ -197,7 +197,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         )
     known = {index for saved in saved_groups for index in saved["params"]}
     foreign = {key: value for key, value in state.items() if key not in known}
-    return Loaded(slots, loaded_groups, foreign, control_fields(control), others, wholes)
+    return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
 
 
 def names_params(state_dict: Any) -> bool:
@@ -207,24 +207,6 @@ def names_params(state_dict: Any) -> bool:
     if found and isinstance(groups := state_dict.get("param_groups"), list | tuple):
         found += [group.get("params") for group in groups if isinstance(group, Mapping)]
     return any(isinstance(key, str) for ids in found if isinstance(ids, Iterable) for key in ids)
-
-
-def wholes_problem(wholes: Sequence[str], groups: Sequence[Any]) -> str | None:
-    """Returns a problem unless all ranks of the groups have the same whole tensors."""
-    mine = set(wholes)
-    lacking, alone = set[str](), set[str]()
-    for group in groups:
-        for text in all_gather_text("\n".join(wholes), group, "comparing state dicts"):
-            lacking |= {*filter(None, text.split("\n"))} - mine
-            alone |= mine - {*text.split("\n")}
-    if not (lacking or alone):
-        return None
-    return (
-        f"only some ranks have {', '.join(sorted(lacking or alone)[:SHOWN])}: with "
-        "broadcast_from_rank0, torch sends only entries that the optimizer keeps. Leave out "
-        "broadcast_from_rank0 and give each rank the dict, or convert it "
-        "(python -m torchopt_ext convert)"
-    )
 
 
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
