@@ -114,10 +114,27 @@ def mark_step_for_schedulers(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
-def is_called_by(*names: str, within: int = 1) -> bool:
-    """Returns whether a function's nearest callers include one with any of these names."""
-    frames = islice(walk_stack(sys._getframe(2)), within)
-    return any(frame.f_code.co_name in names for frame, _ in frames)
+def _callers(count: int) -> list[Any]:
+    """Returns the frames of the callers of the function that calls a function of this module."""
+    return [frame for frame, _ in islice(walk_stack(sys._getframe(3)), count)]
+
+
+def is_called_by(name: str, within: int) -> bool:
+    """Returns whether a function's nearest callers include one of this name."""
+    return any(frame.f_code.co_name == name for frame in _callers(within))
+
+
+def is_asked(optimizer: Any) -> bool:
+    """Returns whether a property's caller has ``optimizer``, not a wrapper that hands it on.
+
+    torch.amp.GradScaler tells, and the names of what Python calls for attributes that are missing.
+    """
+    for frame in _callers(2):
+        if frame.f_code.co_name in ("__getattr__", "__getattribute__"):
+            return False
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return frame.f_locals["optimizer"] is optimizer
+    return True
 
 
 GET_STATE = "_get_optim_state_dict"
@@ -130,7 +147,7 @@ def is_to_be_filled() -> bool:
     It fills only entries that it finds there (torch/distributed/checkpoint/state_dict.py,
     _load_optim_state_dict).
     """
-    names = [frame.f_code.co_name for frame, _ in islice(walk_stack(sys._getframe(2)), 6)]
+    names = [frame.f_code.co_name for frame in _callers(6)]
     return GET_STATE in names[:3] and "_load_optim_state_dict" in names
 
 

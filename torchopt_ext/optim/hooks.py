@@ -80,11 +80,10 @@ class HookedStep:
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler leaves unscaling to ``step``, and sets the scale here.
 
-        False if a wrapper's ``__getattr__`` asks, because the wrapper would then get the scale, and
-        if ``step`` was replaced, for example by Accelerate to see whether the scaler calls it.
+        False if a wrapper hands it on, because the wrapper would then get the scale, and if
+        ``step`` was replaced, for example by Accelerate to see whether the scaler calls it.
         """
-        passed_on = _torch.is_called_by("__getattr__", "__getattribute__")
-        return not passed_on and not is_patched(self) and self._unscales()
+        return _torch.is_asked(self) and not is_patched(self) and self._unscales()
 
     def _unscales(self) -> bool:
         """Whether ``step`` unscales gradients by what torch.amp.GradScaler sets."""

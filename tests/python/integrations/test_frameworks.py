@@ -716,6 +716,43 @@ class Proxy:
         return getattr(self.optimizer, name)
 
 
+class AttributeProxy(Proxy):
+    def __getattribute__(self, name: str) -> Any:
+        own = name == "__class__" or name in object.__getattribute__(self, "__dict__")
+        read = object.__getattribute__
+        return read(self, name) if own else getattr(read(self, "optimizer"), name)
+
+
+class HelperProxy(Proxy):
+    """Hands on by a function of another name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._of_inner(name)
+
+    def _of_inner(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class LambdaProxy(Proxy):
+    __getattr__ = lambda self, name: getattr(self.optimizer, name)  # noqa: E731
+
+
+class PropertyProxy:
+    """Hands on what it names."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, *args: Any) -> Any:
+        return self.optimizer.step(*args)
+
+
+def proxy_of_a_proxy(optimizer: Any) -> Any:
+    return Proxy(Proxy(optimizer))
+
+
 def fabrics(optimizer: torch.optim.Optimizer) -> Any:
     module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
     return module.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
@@ -741,7 +778,10 @@ OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", [Proxy, fabrics, lightnings])
+WRAPPERS: list[Any] = [Proxy, AttributeProxy, HelperProxy, LambdaProxy, PropertyProxy]
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPERS, proxy_of_a_proxy, fabrics, lightnings])
 @pytest.mark.parametrize("kind", OURS)
 def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(
     wrap: Callable[[Any], Any], kind: str
