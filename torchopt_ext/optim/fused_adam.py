@@ -117,6 +117,7 @@ class FusedAdam(HookedStep, PlannedStep):
     writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
     required_state = ("step", "exp_avg", "exp_avg_sq")
     _fp32_moments: tuple[str | Tensor, ...] | None = None  # until the constructor has all groups
+    _fp32_chosen: Sequence[str] = EMBEDDINGS  # for messages
 
     estimate = staticmethod(estimate)
 
@@ -175,6 +176,7 @@ class FusedAdam(HookedStep, PlannedStep):
             raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
         self._storage = Storage(master_weights, state_dtype)
         check_chosen(fp32_moments)
+        self._fp32_chosen = tuple(i if isinstance(i, str) else "a parameter" for i in fp32_moments)
         self._options = param_state.PlanOptions(
             stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
         )
@@ -212,10 +214,12 @@ class FusedAdam(HookedStep, PlannedStep):
                 continue
             known = other._beside_groups().items()
             if missing := {name: value for name, value in known if value and not given[name]}:
+                calls = [name for name in missing if name.startswith("set_")]
+                way = f", and call {' and '.join(calls)} again" if calls else ""
                 raise ValueError(
                     f"the param groups are those of a {type(other).__name__} with {missing}, which "
                     f"groups do not hold and this optimizer would not have: give it the same "
-                    f"arguments, or lists of parameters of its own"
+                    f"arguments {'and' if calls else 'or'} lists of parameters of its own{way}"
                 )
 
     def _look_at_new_params(self, *, partial: bool = True) -> None:
@@ -463,6 +467,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
             "_fp32_moments": self._fp32_moments,
+            "_fp32_chosen": self._fp32_chosen,
             "_fp32_places": self._fp32_places,
             "_options": self._options,
             "_settings": self._settings,
@@ -478,6 +483,7 @@ class FusedAdam(HookedStep, PlannedStep):
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
+            _holders.setdefault(id(group["params"]), self)
         self._forget_plan()
         digests = zip(params_of(self), state.get("_digests", ()), strict=False)
         self._digests = {Identity(p): digest for p, digest in digests if digest is not None}
@@ -532,11 +538,13 @@ class FusedAdam(HookedStep, PlannedStep):
     def _beside_groups(self) -> dict[str, Any]:
         """Returns the arguments for all groups and their values."""
         options = self._options
+        chosen = self._fp32_chosen if self._storage.state_dtype == torch.int8 else EMBEDDINGS
         return {
             "max_grad_norm": self.max_grad_norm,
             "skip_nonfinite": self.skip_nonfinite,
             "master_weights": self._storage.master_weights,
             "state_dtype": self._storage.state_dtype,
+            "fp32_moments": "" if chosen == EMBEDDINGS else str(chosen),
             "stochastic_rounding": options.stochastic_rounding,
             "rounding_seed": options.rounding_seed,
             "write_back_gradients": options.write_back_gradients,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchopt_ext import FSDPadaptOptimizer, log_to
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, log_to
 
 from .subject import (
     OURS,
@@ -335,13 +336,16 @@ def test_a_rejected_group_stays_as_it_was(wrapped: bool) -> None:
         ({"skip_nonfinite": True}, "skip_nonfinite"),
         ({"state_dtype": torch.bfloat16}, "state_dtype"),
         ({"master_weights": "fp32"}, "master_weights"),
+        ({"state_dtype": "int8"}, "state_dtype"),
     ],
 )
 def test_rebuilding_from_param_groups_does_not_lose_settings(settings: Any, missing: str) -> None:
     """Horovod's wrapper does this."""
     params = make_params()
     optimizer = OURS["AdamW"]([{"params": params[:1]}, {"params": params[1:]}], **settings)
-    for groups in (optimizer.param_groups, [{**g} for g in optimizer.param_groups]):
+    copied = copy.deepcopy(optimizer)
+    shallow = [{**g} for g in optimizer.param_groups]
+    for groups in (optimizer.param_groups, shallow, copied.param_groups):
         with pytest.raises(ValueError, match=f"with {{'{missing}'"):
             type(optimizer)(groups)
     again = type(optimizer)(optimizer.param_groups, **settings)
@@ -349,3 +353,32 @@ def test_rebuilding_from_param_groups_does_not_lose_settings(settings: Any, miss
     type(optimizer)([{"params": [*g["params"]]} for g in optimizer.param_groups])
     plain = OURS["AdamW"](params)
     type(plain)(plain.param_groups)
+
+
+@pytest.mark.parametrize("chosen", [(), ("embedding", "weight"), "a parameter"], ids=str)
+def test_rebuilding_from_param_groups_does_not_lose_fp32_moments(chosen: Any) -> None:
+    model = nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 64))
+    chosen = [model[1].weight, "embedding"] if chosen == "a parameter" else chosen
+    optimizer = FusedAdamW(model.named_parameters(), state_dtype="int8", fp32_moments=chosen)
+    assert "\nfp32_moments: " in repr(optimizer)
+    for other in (optimizer, copy.deepcopy(optimizer)):
+        with pytest.raises(ValueError, match=r"with {'fp32_moments'"):
+            FusedAdamW(other.param_groups, state_dtype="int8")
+    FusedAdamW(optimizer.param_groups, state_dtype="int8", fp32_moments=chosen)
+    plain = FusedAdamW(model.parameters(), fp32_moments=())  # of no effect without 8 bits
+    FusedAdamW(plain.param_groups)
+
+
+def test_an_optimizer_with_a_schedule_is_rebuilt_as_the_error_says() -> None:
+    params = make_params()
+    optimizer = OURS["AdamW"](params, lr=0.1, max_grad_norm=1.0)
+    schedule = {"warmup_steps": 2, "stable_steps": 1, "decay_steps": 2}
+    optimizer.set_schedule(**schedule)
+    optimizer.set_loss_scale(4.0)
+    way = "lists of parameters of its own, and call set_schedule and set_loss_scale again"
+    with pytest.raises(ValueError, match=way):
+        OURS["AdamW"](optimizer.param_groups, max_grad_norm=1.0)
+    groups = [{**group, "params": [*group["params"]]} for group in optimizer.param_groups]
+    again = OURS["AdamW"](groups, max_grad_norm=1.0)
+    again.set_schedule(**schedule)
+    assert again.has_schedule
