@@ -1,9 +1,12 @@
-"""Typed wrappers of the operators in csrc/ops/. docs/numerics.md states what they compute.
+"""Typed wrappers of the operators in csrc/ops/, and the partition of DDP's buckets.
+
+docs/numerics.md states what the operators compute.
 
 An argument out of range raises ValueError. A tensor that does not fit raises RuntimeError, which
 names its position in the list. In both cases nothing is changed.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
@@ -246,8 +249,38 @@ def partition_buckets(
     Raises:
         ValueError: the lengths do not add up to ``len(numels)``.
     """
-    rows = iter(_ops.partition_buckets.default(numels, bucket_lengths, world_size, shard_buckets))
-    return list(zip(rows, rows, rows, rows, strict=True))
+    if not 0 < world_size < 2**31:
+        raise ValueError(f"world_size is {world_size}, expected 1 or more and less than 2**31")
+    for name, values, least in (("numels", numels, 0), ("bucket_lengths", bucket_lengths, 1)):
+        for index, value in enumerate(values):
+            if value < least:
+                raise ValueError(f"{name}[{index}] is {value}, expected {least} or more")
+    if sum(bucket_lengths) != len(numels):
+        raise ValueError(f"bucket_lengths add up to {sum(bucket_lengths)} for {len(numels)} numels")
+    if not shard_buckets:  # ZeroRedundancyOptimizer._get_assigned_rank
+        return [(b, 0, length, b % world_size) for b, length in enumerate(bucket_lengths)]
+    # ZeroRedundancyOptimizer._bucket_assignments_per_rank: the smallest bucket first, each run of
+    # parameters to the rank with the least load that has no run of this bucket yet. A run ends
+    # before the parameter that brings it to the threshold.
+    sizes = iter(numels)
+    buckets = [[*itertools.islice(sizes, length)] for length in bucket_lengths]
+    threshold = sum(numels) / world_size
+    loads = [0] * world_size
+    rows = []
+    for bucket in sorted(range(len(buckets)), key=lambda b: sum(buckets[b])):
+        own, starts, size = buckets[bucket], [0], 0
+        for index, numel in enumerate(own):
+            if size + numel >= threshold and index > starts[-1] and len(starts) < world_size:
+                starts.append(index)
+                size = 0
+            size += numel
+        unused = [*range(world_size)]
+        for first, end in itertools.pairwise([*starts, len(own)]):
+            rank = min(unused, key=loads.__getitem__)
+            unused.remove(rank)
+            loads[rank] += sum(own[first:end])
+            rows.append((bucket, first, end - first, rank))
+    return rows
 
 
 class BalancedPlan(NamedTuple):

@@ -377,7 +377,6 @@ def test_opcheck_the_others() -> None:
         torch.library.opcheck(operators.lr_factor.tensor, (steps,), SCHEDULE)
     torch.library.opcheck(operators.lr_factor.default, (5,), SCHEDULE)
     torch.library.opcheck(operators.partition_greedy.default, ([5, 3, 9], 2, [0, 1], [1, 0]))
-    torch.library.opcheck(operators.partition_buckets.default, ([5, 3, 9], [1, 2], 2, True))
     torch.library.opcheck(operators.partition_balanced.default, ([5, 140], [1, 70], 2))
 
 
@@ -419,17 +418,15 @@ def scripted_step(
 @torch.jit.script
 def scripted_plans(
     numels: list[int], row_lengths: list[int]
-) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int], list[int]]]:
+) -> tuple[list[int], tuple[list[int], list[int], list[int], list[int]]]:
     ranks = torch.ops.torchopt_ext.partition_greedy(numels, 2, tie_loads=[1, 0])
-    rows = torch.ops.torchopt_ext.partition_buckets(numels, [1, 2], 2, shard_buckets=True)
     plan = torch.ops.torchopt_ext.partition_balanced(numels, row_lengths, 2, alignment=8)
-    return ranks, rows, plan
+    return ranks, plan
 
 
 def test_torchscript_plans() -> None:
-    ranks, rows, plan = scripted_plans([5, 140, 9], [1, 70, 1])
+    ranks, plan = scripted_plans([5, 140, 9], [1, 70, 1])
     assert ranks == [0, 1, 0]
-    assert rows == [0, 0, 1, 0, 1, 0, 1, 1, 1, 1, 1, 0]
     assert plan == ([0, 0, 0], [0, 8, 152], [161], [0, 78, 161])
 
 

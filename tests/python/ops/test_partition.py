@@ -191,12 +191,11 @@ def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
     [
         (([1, 2], [2], 0), "world_size is 0"),
         (([1, -2], [2], 2), r"numels\[1\] is -2"),
-        (([2**52, 2**53], [2], 2), r"numels\[1\]"),
         (([1, 2], [2, 0], 2), r"bucket_lengths\[1\] is 0"),
-        (([1, 2], [1, 2], 2), r"bucket_lengths\[1\] is 2, but 1 of 2 numels"),
-        (([1, 2], [1], 2), "bucket_lengths leave out 1 of 2 numels"),
+        (([1, 2], [1, 2], 2), "bucket_lengths add up to 3 for 2 numels"),
+        (([1, 2], [1], 2), "bucket_lengths add up to 1 for 2 numels"),
     ],
 )
 def test_bad_buckets(arguments: tuple[Any, ...], message: str, shard_buckets: bool) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(ValueError, match=message):
         ops.partition_buckets(*arguments, shard_buckets)
