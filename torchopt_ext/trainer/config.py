@@ -7,7 +7,9 @@ Sections, names and defaults are those of torchtitan at commit 96c11f922. Settin
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
@@ -43,6 +45,17 @@ def os_error_as_config_error(what: str) -> Iterator[None]:
 def at_least(least: float, *, default: Any, less_than: float = math.inf) -> Any:
     """Returns a dataclass field for numbers of `least` or more. supported.py rejects others."""
     return field(default=default, metadata={"bounds": (least, less_than)})
+
+
+def only(default: Any, why: str) -> Any:
+    """Returns a dataclass field that must keep its default. supported.py rejects other values."""
+    return field(default_factory=partial(copy, default), metadata={"why": why})
+
+
+_NO_EXPERTS = "there is no expert parallelism"
+_NO_SEMI_SYNC = "replica groups synchronize in every step"
+_NO_HF = "models have no conversion from and to Hugging Face's names"
+NO_BUDGET = "activations are recomputed by layer or operator"
 
 
 @dataclass
@@ -248,13 +261,17 @@ class Parallelism:
     """Ranks that shard each layer's matrices (tensor parallelism)."""
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits for the loss."""
-    enable_async_tensor_parallel: bool = False
+    enable_async_tensor_parallel: bool = only(
+        False, "tensor parallel communication is not overlapped"
+    )
     """Overlap tensor parallel communication; needs training.compile."""
     pipeline_parallel_degree: int = 1
     """Ranks that split the layers into pipeline stages."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """Modules that begin a stage, such as layers.2."""
-    module_fqns_per_model_part: list[list[str]] | None = None
+    module_fqns_per_model_part: list[list[str]] | None = only(
+        None, "use pipeline_parallel_split_points"
+    )
     """Modules of each stage, instead of split points."""
     pipeline_parallel_first_stage_less_layers: int = 1
     """Layers by which the first stage is shorter, because it has the embedding."""
@@ -264,7 +281,7 @@ class Parallelism:
     """Layers per stage at most; None: as few stages as the schedule allows."""
     pipeline_parallel_schedule: str = "1F1B"
     """Name of a schedule of torch.distributed.pipelining."""
-    pipeline_parallel_schedule_csv: str | None = ""
+    pipeline_parallel_schedule_csv: str | None = only("", "use a schedule of torch's by its name")
     """CSV file of a custom schedule."""
     pipeline_parallel_microbatch_size: int = at_least(1, default=1)
     """Sequences per microbatch."""
@@ -272,15 +289,17 @@ class Parallelism:
     """Accepted in torchtitan's files; has no effect."""
     context_parallel_degree: int = 1
     """Ranks that shard each sequence (context parallelism)."""
-    context_parallel_load_balancer: str | None = "headtail"
+    context_parallel_load_balancer: str | None = only(
+        "headtail", "sequences are divided as torch does"
+    )
     """How a sequence is sharded."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """Collective that exchanges keys and values."""
-    expert_parallel_degree: int = 1
+    expert_parallel_degree: int = only(1, _NO_EXPERTS)
     """Ranks that share the experts."""
-    expert_tensor_parallel_degree: int = 1
+    expert_tensor_parallel_degree: int = only(1, _NO_EXPERTS)
     """Ranks that shard each expert."""
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = only("standard", _NO_EXPERTS)
     """Backend that sends tokens to experts."""
     zero: Literal["none", "greedy", "balanced"] = "none"
     """Shard the optimizer's state over replicas with ZeroRedundancyOptimizer."""
@@ -290,7 +309,9 @@ class Parallelism:
 class Checkpoint:
     enable_checkpoint: bool = False
     """Save and load checkpoints."""
-    enable_ft_dataloader_checkpoints: bool = True
+    enable_ft_dataloader_checkpoints: bool = only(
+        True, "the data's position is saved with the rest"
+    )
     """Save the data position under fault tolerance; only true is supported."""
     folder: str = "checkpoint"
     """Folder for checkpoints, in dump_folder."""
@@ -300,13 +321,13 @@ class Checkpoint:
     """Checkpoint to start from if the job has no checkpoint of its own."""
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
-    initial_load_in_hf: bool = False
+    initial_load_in_hf: bool = only(False, _NO_HF)
     """initial_load_path holds safetensors files."""
-    initial_load_in_hf_quantized: bool = False
+    initial_load_in_hf_quantized: bool = only(False, _NO_HF)
     """initial_load_path holds quantized safetensors files."""
     model_weights_only: bool = False
     """Save only the weights, in export_dtype, after the last step."""
-    last_save_in_hf: bool = False
+    last_save_in_hf: bool = only(False, f"{_NO_HF}; export_safetensors keeps the model's own")
     """Not supported: use export_safetensors."""
     export_safetensors: bool = False
     """After the last step, also write the weights as safetensors."""
@@ -334,15 +355,13 @@ class ActivationCheckpoint:
     """Activations that are recomputed in backward."""
     selective_ac_option: str = "2"
     """For mode selective: n for every n-th layer, or "op" for all but costly operators."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
-        default_factory=lambda: ["moe.router.gate"]
-    )
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = only(["moe.router.gate"], _NO_EXPERTS)
     """Modules whose matrix products are always recomputed with option "op"."""
     early_stop: bool = False
     """Stop recomputation as soon as backward has everything that it needs."""
-    memory_budget: float = 0.5
+    memory_budget: float = only(0.5, NO_BUDGET)
     """Share of activation memory that the compiler may use in mode memory_budget."""
-    visualize_memory_budget_pareto: bool = False
+    visualize_memory_budget_pareto: bool = only(False, NO_BUDGET)
     """Plot time against memory in mode memory_budget: not supported."""
     preserve_rng_state: bool = True
     """Use the same random numbers in recomputation."""
@@ -356,7 +375,7 @@ class ActivationCheckpoint:
 class Compile:
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
     """Parts that training.compile compiles."""
-    backend: str = "inductor"
+    backend: str = only("inductor", "torch.compile uses inductor")
     """Backend of torch.compile; only "inductor" is supported."""
 
 
@@ -372,15 +391,15 @@ class Comm:
     """Folder for the flight recorder's files, in dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of the names of the flight recorder's files."""
-    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+    mode: Literal["default", "fake_backend", "local_tensor"] = only("default", "ranks communicate")
     """Kind of communication; only default is supported."""
 
 
 @dataclass
 class MemoryEstimation:
-    enabled: bool = False
+    enabled: bool = only(False, "memory is measured, in metrics")
     """Estimate memory instead of training: not supported."""
-    disable_fake_mode: bool = False
+    disable_fake_mode: bool = only(False, "memory is measured, in metrics")
     """Estimate with real tensors: not supported."""
 
 
@@ -398,15 +417,15 @@ class FaultTolerance:
     """Number of replica groups that share the data."""
     min_replica_size: int = 1
     """Smallest number of replica groups for a step."""
-    semi_sync_method: str | None = None
+    semi_sync_method: str | None = only(None, _NO_SEMI_SYNC)
     """local_sgd or diloco."""
-    sync_steps: int = 5
+    sync_steps: int = only(5, _NO_SEMI_SYNC)
     """Steps between synchronizations of semi_sync_method."""
-    should_quantize: bool = False
+    should_quantize: bool = only(False, _NO_SEMI_SYNC)
     """Quantize what diloco sends."""
-    fragment_sync_delay: int = 0
+    fragment_sync_delay: int = only(0, _NO_SEMI_SYNC)
     """Steps by which diloco's fragments are delayed."""
-    fragment_update_alpha: float = 0.0
+    fragment_update_alpha: float = only(0.0, _NO_SEMI_SYNC)
     """Share of the local weights in diloco's mixture."""
 
 
@@ -438,9 +457,11 @@ class Validation:
 
 @dataclass
 class Debug:
-    deterministic_warn_only: bool = False
+    deterministic_warn_only: bool = only(
+        False, "training.deterministic rejects what is not deterministic"
+    )
     """Warn where torch has no deterministic algorithm: not supported."""
-    moe_force_load_balance: bool = False
+    moe_force_load_balance: bool = only(False, _NO_EXPERTS)
     """Give every expert the same number of tokens."""
 
 

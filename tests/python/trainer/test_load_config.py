@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -42,6 +43,14 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def changed(name: str, value: Any) -> JobConfig:
+    """Returns the default configuration with another value of a setting."""
+    config = JobConfig()
+    section, _, field = name.rpartition(".")
+    setattr(get(config, section), field, value)
+    return config
 
 
 def write(folder: Path, text: str) -> str:
@@ -442,5 +451,10 @@ def test_every_setting_is_read_or_rejected() -> None:
         known = (
             name.startswith(others) or ".dataloader." in name or "expert_parallel_overlap" in name
         )
-        field = name.rpartition(".")[2]
+        section, _, field = name.rpartition(".")
+        fields = {f.name: f for f in dataclasses.fields(get(JobConfig(), section))}
+        if "why" in fields[field].metadata:
+            known, value = True, get(JobConfig(), name)
+            with pytest.raises(ConfigError, match=f"not support: {name} is .*, but "):
+                check_supported(changed(name, 1 if value is None else not value))
         assert known or f".{field}" in source or f'"{field}' in source, name
