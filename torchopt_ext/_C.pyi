@@ -63,21 +63,14 @@ def take_weight(master: Tensor, weight: Tensor) -> None:
     """Sets the elements of a master that do not round to the weight to the weight."""
 
 class Identity:
-    """Tells a tensor from others, also from a later one at its address; keeps nothing alive.
+    """Tells tensors from others, also from a later one at an address; keeps nothing alive.
 
     torch.utils.swap_tensors swaps the identities of two tensors, too.
     """
 
-    def __init__(self, tensor: Tensor) -> None: ...
+    def __init__(self, tensors: list[Tensor]) -> None: ...
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
-
-class Identities:
-    """The identities of tensors."""
-
-    def __init__(self, tensors: list[Tensor]) -> None: ...
-    def fit(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensors."""
 
 class OptimizerPlan:
     def __init__(

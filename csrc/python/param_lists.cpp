@@ -141,39 +141,24 @@ void increment_versions(const py::list& tensors) {
   }
 }
 
-// Equal for the same tensor only. It does not keep the tensor alive. It keeps the version counter,
-// so that a later tensor at the same address has another counter.
+// Equal for the same tensors only. It does not keep them alive. It keeps their version counters, so
+// that a later tensor at the same address has another counter.
 struct Identity {
-  explicit Identity(const at::Tensor& tensor)
-      : impl(tensor.unsafeGetTensorImpl()), counter(impl->version_counter()) {}
-
-  bool operator==(const Identity& other) const {
-    return impl == other.impl && same_counter(counter, other.counter);
-  }
-
-  const c10::TensorImpl* impl;
-  c10::VariableVersion counter;
-};
-
-// The identities of several tensors.
-class Identities {
- public:
-  explicit Identities(const py::list& tensors) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      identities_.emplace_back(tensor_at(tensors, i));
+  explicit Identity(const py::list& of) {
+    tensors.reserve(of.size());
+    for (size_t i = 0; i < of.size(); ++i) {
+      const c10::TensorImpl* impl = tensor_at(of, i).unsafeGetTensorImpl();
+      tensors.emplace_back(impl, impl->version_counter());
     }
   }
 
-  bool fit(const py::list& tensors) const {
-    size_t i = 0;
-    return tensors.size() == identities_.size() &&
-           std::ranges::all_of(identities_, [&](const Identity& known) {
-             return known == Identity(tensor_at(tensors, i++));
-           });
+  bool operator==(const Identity& other) const {
+    return std::ranges::equal(tensors, other.tensors, [](const auto& a, const auto& b) {
+      return a.first == b.first && same_counter(a.second, b.second);
+    });
   }
 
- private:
-  std::vector<Identity> identities_;
+  std::vector<std::pair<const c10::TensorImpl*, c10::VariableVersion>> tensors;
 };
 
 }  // namespace
@@ -186,13 +171,12 @@ const at::Tensor& tensor_at(const py::list& tensors, size_t i) {
 
 void add_param_lists(py::module_& m) {
   py::class_<Identity>(m, "Identity")
-      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
-      .def(py::self == py::self)
-      .def("__hash__",
-           [](const Identity& identity) { return std::hash<const void*>()(identity.impl); });
-  py::class_<Identities>(m, "Identities")
       .def(py::init<const py::list&>(), py::arg("tensors"))
-      .def("fit", &Identities::fit, py::arg("tensors"));
+      .def(py::self == py::self)
+      .def("__hash__", [](const Identity& identity) {
+        const auto& tensors = identity.tensors;
+        return std::hash<const void*>()(tensors.empty() ? nullptr : tensors.front().first);
+      });
   m.def("requires_grad", requires_grad, py::arg("tensors"));
   m.def("addresses", addresses, py::arg("tensors"));
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));

@@ -332,7 +332,7 @@ class _Table:
 
     def __init__(self, found: Iterable[tuple[Tensor, Tensor]], optim: Optimizer) -> None:
         pairs = list(found)
-        self._identities = _C.Identities([*chain(*pairs)])
+        self._identity = _C.Identity([*chain(*pairs)])
         self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
         for name, (param, master) in zip(self.names, pairs, strict=True):
             if master is not param and not getattr(master, "is_master_weight", False):
@@ -374,7 +374,7 @@ class _Table:
     def take(self, found: Iterable[tuple[Tensor, Tensor]]) -> bool:
         """Takes the tensors of a step; returns False if they are not those of the table."""
         pairs = list(found)
-        if not self._identities.fit([*chain(*pairs)]):
+        if self._identity != _C.Identity([*chain(*pairs)]):
             return False
         self.params = [param for param, _ in pairs]
         self.masters = [master for _, master in pairs]

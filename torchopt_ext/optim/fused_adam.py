@@ -232,10 +232,10 @@ class FusedAdam(HookedStep, PlannedStep):
             return
         known = self._looked_at
         named = param_state.named_params(self)
-        new = [(name, param) for name, param in named if known.get(id(param)) != Identity(param)]
+        new = [(name, param) for name, param in named if known.get(id(param)) != Identity([param])]
         if new or not partial:
             chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
-            counters = {id(p): Identity(p) for _, p in new}
+            counters = {id(p): Identity([p]) for _, p in new}
             rows = [[id(p) for p in group["params"]] for group in self.param_groups]
             for row, places in zip(rows, self._fp32_places, strict=False):
                 if len(row) == len(places):
@@ -463,6 +463,7 @@ class FusedAdam(HookedStep, PlannedStep):
         of_container = ("first_parameter_number", "parameter_names")
         own = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | own
+        identities = (Identity([param]) for param in params_of(self))
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
@@ -474,7 +475,7 @@ class FusedAdam(HookedStep, PlannedStep):
             "_blocks": self._blocks,
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
-            "_digests": [*map(self._seen_digests().get, map(Identity, params_of(self)))],
+            "_digests": [*map(self._seen_digests().get, identities)],
             "verdict": self.verdict,
         }
 
@@ -486,7 +487,7 @@ class FusedAdam(HookedStep, PlannedStep):
             _holders.setdefault(id(group["params"]), self)
         self._forget_plan()
         digests = zip(params_of(self), state.get("_digests", ()), strict=False)
-        self._digests = {Identity(p): digest for p, digest in digests if digest is not None}
+        self._digests = {Identity([p]): digest for p, digest in digests if digest is not None}
         self._mark_control()
 
     @torch.no_grad()

@@ -246,7 +246,7 @@ class PlannedStep(Controlled, Optimizer):
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
         plan, parts, named = param_state.build_plan(self, self._storage, self._options)
-        identities = [Identity(param) for _, param in named]
+        identities = [Identity([param]) for _, param in named]
         keep_digests(plan, [*map(self._digests.get, identities)])
         self._digests, self._marks = {}, {}
         only = [device for device, _ in parts] == [self.default_device]
