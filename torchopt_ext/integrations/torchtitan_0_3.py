@@ -9,6 +9,7 @@ lets torchtitan's CheckpointManager load our containers' optional entries.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +38,11 @@ from torchopt_ext.containers.optimizers import (
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS
 from torchopt_ext.optim.local import params_of
+from torchopt_ext.statedict.dcp import group_of
 
 warn_if_untested("torchtitan", "0.3.0")
 
@@ -63,7 +66,6 @@ _OURS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, "FusedAdamW": Fused
 _OURS_IF_FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
@@ -391,7 +393,7 @@ def _matched(
         {param.dtype for part in matched for param in part[i].values()}
         for i in range(len(patterns))
     ]
-    dtypes = _dtypes_everywhere(model_parts, found)
+    dtypes = _dtypes_everywhere(found)
     if missing := [pattern for pattern, own in zip(patterns, dtypes, strict=True) if not own]:
         raise ValueError(
             f"param_groups patterns match no trainable parameter, or only parameters of patterns "
@@ -402,20 +404,12 @@ def _matched(
     return matched, dtypes
 
 
-def _dtypes_everywhere(
-    model_parts: Sequence[nn.Module], found: list[set[torch.dtype]]
-) -> list[set[torch.dtype]]:
+def _dtypes_everywhere(found: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
     """Returns the dtypes that each group's parameters have here or on another rank."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        device = next(p.device for part in model_parts for p in part.parameters())
-        rows = [[dtype in own for dtype in _DTYPES] for own in found]
-        flags = torch.tensor(rows, dtype=torch.int32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        found = [
-            {dtype for dtype, is_there in zip(_DTYPES, row, strict=True) if is_there}
-            for row in flags.tolist()
-        ]
-    return found
+    own = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in found]
+    every = all_gather_text(json.dumps(own), group_of(None), "comparing the parameters' dtypes")
+    ranks = [json.loads(text) for text in every]
+    return [{getattr(torch, name) for rank in ranks for name in rank[i]} for i in range(len(own))]
 
 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:

@@ -416,15 +416,13 @@ def test_an_option_is_judged_by_the_parameters_that_it_is_for(option: dict[str, 
 
 def test_pipeline_stages_judge_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that raised alone would leave the others waiting in the collective."""
-    sent: list[torch.Tensor] = []
+    sent: list[str] = []
 
-    def all_reduce(flags: torch.Tensor, op: Any) -> None:
-        sent.append(flags.clone())
-        flags.copy_(torch.stack(sent).amax(0))
+    def all_gather_text(text: str, *_: Any) -> list[str]:
+        sent.append(text)
+        return sent
 
-    monkeypatch.setattr(ours.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ours.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ours.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(ours, "all_gather_text", all_gather_text)
     for _ in range(2):
         with pytest.raises(ValueError, match="master_weights has no effect"):
             build(ours, model(), master_weights="fp32")
