@@ -127,21 +127,12 @@ def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
     return container.deferred_clipping
 
 
-def report_norm(container: OptimizersInBackwardContainer[Any]) -> None:
-    """Makes `clip_grad_norm_` return a container's norm, after :func:`take_over` replaced it.
-
-    The container has clipped and updated already. torchtitan's function would see no gradients at
-    that time, and would return a norm of 0.
-    """
-    container.reports_norm = True
-
-
 def take_over(module: Any) -> None:
     """Replaces `clip_grad_norm_` of torchtitan's `distributed.utils`, in 0.2 and 0.3.
 
     A call with exactly the parameters of a container with deferred clipping then measures their
     norm for the container's next step. A call with the parameters of a container in backward
-    returns the measured norm (:func:`report_norm`). torchtitan's function handles every other call:
+    returns the measured norm if it `reports_norm`. torchtitan's function handles every other call:
     other parameters that have gradients, another norm than the 2-norm, `error_if_nonfinite`, and a
     `max_norm` that is not above 0. The choice must be the same on all ranks.
     """

@@ -10,7 +10,7 @@ import torch
 
 from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.containers.deferred_clipping import defer_clipping, report_norm, take_over
+from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
 
 MAX_NORM = 0.25
 
@@ -190,7 +190,7 @@ def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
     """torchtitan's container also leaves no gradients, so that a norm of 0 was logged."""
     kwargs = {"lr": 1e-2, "max_grad_norm": MAX_NORM}
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
-    report_norm(container)
+    container.reports_norm = True
     parts[1](parts[0](torch.ones(2, 5))).square().sum().backward()
     norm = titan.clip_grad_norm_(parameters(parts), MAX_NORM)
     assert torch.equal(norm, container.control.grad_norm)
