@@ -197,20 +197,20 @@ def is_v_shaped(config: Parallelism) -> bool:
     return config.pipeline_parallel_schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 
+def _stage_of(name: str, children: list[str], split: list[list[str]]) -> int:
+    """Returns the stage of a parameter or module, by its name and those of the model's children."""
+    child, _, rest = name.partition(".")
+    if child == "layers":
+        layer = rest.partition(".")[0]
+        return next(index for index, layers in enumerate(split) if layer in layers)
+    return 0 if child in children[: children.index("layers")] else len(split) - 1
+
+
 def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
     """Rejects a parameter with names in several stages: each stage would train its own copy."""
     children = [name for name, _ in model.named_children()]
-    middle = children.index("layers")
-
-    def stage_of(name: str) -> int:
-        child, _, rest = name.partition(".")
-        if child == "layers":
-            layer = rest.partition(".")[0]
-            return next(index for index, layers in enumerate(split) if layer in layers)
-        return 0 if child in children[:middle] else len(split) - 1
-
     for names in tied_names(model):
-        if len({stage_of(name) for name in names}) > 1:
+        if len({_stage_of(name, children, split) for name in names}) > 1:
             raise ConfigError(
                 f"{' and '.join(names)} are one parameter of {type(model).__name__}, but in "
                 "different pipeline stages: use parallelism.pipeline_parallel_degree 1"
@@ -226,12 +226,10 @@ def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Mod
     if own := [name for name, _ in model.named_parameters(recurse=False)]:
         raise ValueError(f"{type(model).__name__} has {own} itself, outside of its stages' modules")
     part = copy.deepcopy(model)
-    names = [name for name, _ in part.named_children()]
-    middle = names.index("layers")
-    before = names[:middle] if index > 0 else []
-    after = names[middle + 1 :] if index < len(split) - 1 else []
-    for name in before + after:
-        setattr(part, name, None)
+    children = [name for name, _ in part.named_children()]
+    for name in children:
+        if name != "layers" and _stage_of(name, children, split) != index:
+            setattr(part, name, None)
     layers = layers_of(part)
     for name in list(layers):
         if name not in split[index]:
