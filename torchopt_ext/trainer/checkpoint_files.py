@@ -20,6 +20,7 @@ from typing import IO, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchopt_ext.ops import partition_greedy
 from torchopt_ext.statedict.dcp import Reader
 
 logger = logging.getLogger(__name__)
@@ -271,14 +272,9 @@ def _file_problem(path: Path, expected: File) -> str:
 
 def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
     """Returns the files that a rank checks. All ranks check about the same number of bytes."""
-    loads = [0] * ranks
-    mine = {}
-    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
-        least = loads.index(min(loads))
-        loads[least] += files[name]["size"]
-        if least == rank:
-            mine[name] = files[name]
-    return mine
+    names = sorted(files)
+    owners = partition_greedy([files[name]["size"] for name in names], ranks)
+    return {name: files[name] for name, owner in zip(names, owners, strict=True) if owner == rank}
 
 
 def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
