@@ -15,12 +15,6 @@
 
 namespace torchopt_ext {
 
-// Returns the default bucket size. It makes a collective worthwhile, and the two blocks (of 4,096
-// elements) by which shares of ranks differ are at most 0.8% of a share.
-inline int64_t default_bucket_elements(int64_t world_size) {
-  return std::max(int64_t{1} << 23, world_size << 20);
-}
-
 // Returns a partition without cuts. A bucket that has elements ends before the tensor that would
 // take it beyond `target` elements. A last bucket shorter than half of `target` joins the previous
 // bucket.

@@ -1,14 +1,22 @@
-// Checks of the partition operators' common arguments.
+// Checks of the partition operators' common arguments, and the default of one.
 #pragma once
 
 #include <ATen/core/ATen_fwd.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 namespace torchopt_ext {
 
 // Sums up to this many elements are exact as doubles and far below the largest int64_t.
 inline constexpr int64_t kMaxElements = int64_t{1} << 53;
 inline constexpr int64_t kInt32End = int64_t{1} << 31;
+
+// Returns the default bucket size. It makes a collective worthwhile, and the two blocks (of 4,096
+// elements) by which shares of ranks differ are at most 0.8% of a share.
+inline int64_t default_bucket_elements(int64_t world_size) {
+  return std::max(int64_t{1} << 23, world_size << 20);
+}
 
 inline void check_world_size(int64_t world_size) {
   TORCH_CHECK_VALUE(world_size > 0 && world_size < kInt32End, "world_size is ", world_size,

@@ -9,6 +9,7 @@
 
 #include "cpu/kernel_table.h"
 #include "kernels/control.h"
+#include "ops/partition_checks.h"
 #include "plan/weight_copy.h"
 #include "python/bindings.h"
 #include "python/optimizer_plan.h"
@@ -97,6 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return names;
   }();
+  m.def("default_bucket_elements", default_bucket_elements, py::arg("world_size"));
   m.def("cpu_kernels", [] { return kernels().name; });
   m.def("accumulator_add", add_values, py::arg("accumulator"), py::arg("values"));
   m.def("observed", at::hasCallbacks);
@@ -110,12 +112,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("stochastic_rounding"), py::arg("rounding_seed"),
            py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
-      .def(
-          "collect",
-          [](OptimizerPlan& plan, const py::list& param_groups, const py::dict& state) {
-            return plan.collect(param_groups, state);
-          },
-          py::arg("param_groups"), py::arg("state"))
+      .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),

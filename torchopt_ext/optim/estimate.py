@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import ops
+from torchopt_ext import _C, ops
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
@@ -283,8 +283,8 @@ def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shar
     for param in params:
         kinds[param.dtype, param.requires_grad].append(param)
     for (dtype, trained), alike in kinds.items():
-        # As partition_balanced's default, in elements.
-        target = made.bucket_elements or max(1 << 23, world_size << 20) // reals_of(alike[0])
+        chosen = _C.default_bucket_elements(world_size) // reals_of(alike[0])
+        target = made.bucket_elements or chosen
         buckets: dict[int, list[Tensor]] = defaultdict(list)
         layout = plan_buckets(alike, [*map(_row_length, alike)], 1, target)
         for param, bucket in zip(alike, layout.buckets, strict=True):
