@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -59,6 +60,12 @@ def failing() -> None:
     raise ZeroDivisionError("the closure or hook")
 
 
+def with_warnings_as_errors(call: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call()
+
+
 def content(optimizer: Any) -> Any:
     params = [local(param) for group in optimizer.param_groups for param in group["params"]]
     state = getattr(optimizer, "optim", optimizer).state.values()
@@ -91,6 +98,8 @@ def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
         params[-1].grad = torch.ones_like(params[-1])
     if fault == "argument":
         return lambda: optimizer.step(nonsense=True)
+    if fault == "warning":
+        return partial(with_warnings_as_errors, optimizer.step)
     return partial(optimizer.step, failing) if fault == "closure" else optimizer.step
 
 
@@ -189,7 +198,14 @@ def of_ours(base: str, where: str, fault: str) -> Result:
         options["process_group"] = dist.group.WORLD
     else:
         mesh = init_device_mesh("cpu", (2,))
-        params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
+        meshes = [mesh] * len(params)
+        if fault == "warning":  # the norm is another on each rank, of which a step warns
+            alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+            meshes = [mesh, init_device_mesh("cpu", (2,), mesh_dim_names=("c",)), alone["b"]]
+        params = [
+            nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+            for p, mesh in zip(params, meshes, strict=False)
+        ]
     if base == "FusedAdamW":
         optimizer: Any = FusedAdamW(params, lr=0.01, max_grad_norm=1.0, **options)
     else:
@@ -268,6 +284,7 @@ def cases() -> dict[str, Callable[[], None]]:
         found[f"FusedAdamW over a group, {fault}"] = partial(of_ours, "FusedAdamW", "group", fault)
     for base, fault in (
         ("FusedAdamW", "setting"),
+        ("FusedAdamW", "warning"),
         ("adapted FusedAdamW", "setting"),
         ("adapted FusedAdamW", "unscaled"),
         ("adapted AdamW", "unscaled"),

@@ -135,6 +135,8 @@ def snapshot(zero: ZeroRedundancyOptimizer) -> Result:
             "sizes": [[len(group["params"]) for group in of] for of in groups],
             "state": {i: dict(zero.optim.state.get(p, {})) for i, p in enumerate(local)},
             "params": [p.detach() for group in zero.param_groups for p in group["params"]],
+            "control": [block for block, _ in getattr(zero.optim, "_blocks", {}).values()],
+            "consolidated": zero._consolidated,
         }
     )
 

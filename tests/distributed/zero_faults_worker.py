@@ -8,10 +8,13 @@ from __future__ import annotations
 import io
 import math
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.optim as stock
@@ -40,7 +43,7 @@ from zero_faults_common import (
     zero_over,
 )
 
-from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero import ZeroRedundancyOptimizer, local_optimizer
 
 BF16 = torch.bfloat16
 
@@ -151,6 +154,31 @@ def refused(kind: str, how: str, **options: Any) -> None:
     with raises(ValueError, *parts):
         zero.load_state_dict(damaged(saved, how))
     assert_same(snapshot(zero), before)
+
+
+def refused_by_one(kind: str, fault: str, **options: Any) -> None:
+    """Rank 1 fails at the end of a load, or in a hook after it: both raise, nothing changes."""
+    params = parameters()
+    zero = zero_over(named_groups(params), kind, **options)
+    if kind.startswith("Fused"):
+        zero.optim.set_schedule(warmup_steps=2, stable_steps=2, decay_steps=2)
+    train(zero, params, range(3))
+    saved = state_dict_of(zero, *place())
+    saved["param_groups"][0]["lr"] = 0.5
+    train(zero, params, range(2))
+    zero.consolidate_state_dict()
+    before = snapshot(zero)
+    fails = mock.Mock(side_effect=MemoryError("short of memory") if place()[0] else None)
+    at_end = mock.patch.object(local_optimizer, "sync", fails) if fault == "end" else nullcontext()
+    if fault == "hook":
+        zero.register_load_state_dict_post_hook(fails)
+    with pytest.raises((MemoryError, ValueError), match="short of memory"), at_end:
+        zero.load_state_dict(saved)
+    assert_same(snapshot(zero), before)
+    assert fault == "end" or fails.called
+    fails.side_effect = None
+    zero.load_state_dict(saved)
+    assert zero.param_groups[0]["lr"] == 0.5
 
 
 def other_dtype(allow: bool, **options: Any) -> None:
@@ -361,6 +389,8 @@ def cases_of_two() -> Cases:
             found[f"refused {kind}, {how}"] = partial(refused, kind, how)
         for number in range(6 if kind != "SGD" else 0):
             found[f"refused {kind}, missing {number}"] = partial(refused, kind, f"missing {number}")
+        for fault in ("end", "hook"):
+            found[f"refused {kind}, by one, {fault}"] = partial(refused_by_one, kind, fault)
         balanced = PARTITIONS["balanced"]
         found[f"refused {kind}, balanced"] = partial(refused, kind, "shape 3", **balanced)
         for name, options in PARTITIONS.items():

@@ -31,7 +31,7 @@ from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.optim.storage import is_steppable
 from torchopt_ext.statedict.entries import MASTERS, WITH_BASE, tensor_problem
-from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
+from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed, undone_if_raised
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import weight_of
 
@@ -338,24 +338,26 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _load(self, states: dict[str, Any], weights: list[Tensor]) -> None:
         base = states["base_optim_states"]
-        if isinstance(self._stepper, MasterOptimizer):
-            ids = chain(*(group["params"] for group in base["param_groups"]))
-            saved = dict(zip(params_of(self._stepper), zip(ids, weights, strict=True), strict=True))
+        pairs = [*zip(params_of(self._stepper), weights, strict=True)]
+        with undone_if_raised(self.optim):
+            if isinstance(self._stepper, MasterOptimizer):
+                ids = chain(*(group["params"] for group in base["param_groups"]))
+                saved = {p: (i, weight) for i, (p, weight) in zip(ids, pairs, strict=True)}
 
-            def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or in this
-                index, weight = saved[param]
-                if not is_steppable(param) or weight.dtype != torch.float32:
-                    return False
-                if param.requires_grad or base["state"].get(index):
-                    return True
-                local = local_tensor(weight)
-                return not local.to(param.dtype).float().equal(local)  # it has low bits
+                def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or here
+                    index, weight = saved[param]
+                    if not is_steppable(param) or weight.dtype != torch.float32:
+                        return False
+                    if param.requires_grad or base["state"].get(index):
+                        return True
+                    local = local_tensor(weight)
+                    return not local.to(param.dtype).float().equal(local)  # it has low bits
 
-            self._stepper.create_masters(needs_master)
-            load_whole(self.optim, base)
-        else:
-            self.optim.load_state_dict(base)
-        self._stepper.set_weights(zip(params_of(self._stepper), weights, strict=True))
+                self._stepper.create_masters(needs_master)
+                load_whole(self.optim, base)
+            else:
+                self.optim.load_state_dict(base)
+        self._stepper.set_weights(pairs)
         self.grad_scaler.load_state_dict(states["grad_scaler"])
         run_hooks(self, "load_state_dict_post")
 

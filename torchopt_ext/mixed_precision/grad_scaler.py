@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
-from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
+from torchopt_ext.optim.arguments import expect_counts, expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, step_in
 from torchopt_ext.optim.local import moved
@@ -227,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
         overflows = state_dict.get("_hysteresis_tracker", 0)
         if self._enabled and state_dict:
             expect_numbers(**{name: state_dict[name] for name in _SAVED})
-            expect_numbers(_hysteresis_tracker=overflows)
+            expect_counts(_hysteresis_tracker=overflows)
             if not is_scale(float(state_dict["scale"])):
                 raise ValueError(
                     f"scale is {state_dict['scale']!r}, expected a positive and finite float32"

@@ -133,7 +133,7 @@ class MasterOptimizer(Controlled):
         if not masters:
             return
         for group in self.optim.param_groups:
-            group["params"][:] = [masters.get(param, param) for param in group["params"]]
+            group["params"] = [masters.get(param, param) for param in group["params"]]
         self._table = None
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -49,6 +49,7 @@ from torchopt_ext.statedict.loaded import (
     names_params,
     raise_problems,
     read_indexed,
+    undone_if_raised,
 )
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
@@ -360,7 +361,8 @@ class FusedAdam(HookedStep, PlannedStep):
         groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
         with fail_together_in(groups):
             load = self.prepare_load(state_dict)
-        load()
+        with undone_if_raised(self), fail_together_in(groups):
+            load()
 
     @torch.no_grad()
     def _read(self, state_dict: dict[str, Any]) -> Loaded:
@@ -381,17 +383,9 @@ class FusedAdam(HookedStep, PlannedStep):
 
         @torch.no_grad()
         def load() -> None:
-            before = vars(self).copy()
-            blocks = [(block, block.clone()) for block, _ in self._blocks.values()]
-            try:
+            with undone_if_raised(self):
                 self.take_loaded(loaded, control)
                 run_hooks(self, "load_state_dict_post")
-            except BaseException:
-                vars(self).clear()
-                vars(self).update(before)
-                for block, values in blocks:
-                    block.copy_(values)
-                raise
 
         return load
 

@@ -1,7 +1,7 @@
 """The step that fused optimizers share: pass A, one decision, pass B (docs/numerics.md)."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from threading import get_ident
 
@@ -47,10 +47,10 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     """
     # No torch context managers here: they take a thirtieth of a step over 2,000 small tensors.
     agreement = context.agreement
-    if is_captured():
-        _warn_of_fixed_lr(optimizers)
     _begin_use(optimizers)
     try:
+        if is_captured():
+            _warn_of_fixed_lr(optimizers)
         reject_tracing()
         if allows_mutation():
             show_writes(params_of(*optimizers))
@@ -260,8 +260,11 @@ def accumulated_norm(
             "some parameters' meshes lie within process_group and some cross it, so that no order "
             "of sums counts each once"
         )
+    over_meshes = group is None or any(crossing)
+    if over_meshes and not rejects:  # before other ranks get anything: a warning may be an error
+        _warn_of_different_norms(sums)
     agreement.pending = False
-    if group is None or any(crossing):
+    if over_meshes:
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
         total += subtotal
@@ -289,20 +292,18 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
         for dimension in key[1] if key else ():
             all_reduce_(subtotal, key[0].get_group(dimension))
     if carrier is None:
-        _warn_of_different_norms(list(sums))
         for mesh, dimension in joined:
             all_reduce_(flags, mesh.get_group(dimension), torch.distributed.ReduceOp.MAX)
         own[FLAGS] = torch.maximum(own[FLAGS], flags)
 
 
-def _warn_of_different_norms(keys: Sequence[NormKey]) -> None:
+def _warn_of_different_norms(keys: Iterable[NormKey]) -> None:
     """Warns if ranks of one parameter have different norms, and so clip by different factors."""
-    split = [key[0] for key in keys if key and key[1]]
-    ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(split)]
-    if len(set(ranks)) > 1:
+    meshes = dict.fromkeys(key[0] for key in keys if key and key[1])
+    ranks = [sorted(mesh.mesh.flatten().tolist()) for mesh in meshes if len(meshes) > 1]
+    if any(own != ranks[0] for own in ranks):
         warnings.warn(
-            f"parameters are split over different ranks, {[sorted(own) for own in ranks]}, so the "
-            f"gradient norm is not the same on all of them: pass process_group=, the ranks that "
-            f"take one norm together",
+            f"parameters are split over different ranks, {ranks}, so the gradient norm is not the "
+            f"same on all of them: pass process_group=, the ranks that take one norm together",
             stacklevel=2,
         )

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -240,6 +241,27 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
                 yield f"the state of parameter {index} is {found!r:.200}, expected a dict"
 
 
+@contextmanager
+def undone_if_raised(optim: Any) -> Iterator[None]:
+    """Undoes what a load has changed in an optimizer, if an error follows.
+
+    That is what a load binds anew, groups, and control blocks; not tensors that it writes into.
+    """
+    state, groups, blocks = optim.state, optim.param_groups, getattr(optim, "_blocks", {})
+    dicts = [(held, held.copy()) for held in (vars(optim), state, blocks, *groups)]
+    controls = [(control, control.clone()) for control, _ in blocks.values()]
+    try:
+        yield
+    except BaseException:
+        for held, content in dicts:
+            held.clear()
+            held.update(content)
+        optim.state, optim.param_groups = state, groups  # of a wrapper that forwards them
+        for control, values in controls:
+            control.copy_(values)
+        raise
+
+
 def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads a copy into any optimizer; if this raises, the optimizer is as before.
 
@@ -248,9 +270,8 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the groups lack options that the optimizer needs.
     """
-    state, groups = optim.state, optim.param_groups
-    contents = [dict(group) for group in groups]
-    try:
+    before = [{*group} for group in optim.param_groups]
+    with undone_if_raised(optim):
         # As dicts: tree_map_only does not look into other mappings.
         dicts = {
             k: dict(v) if isinstance(v, Mapping) else v for k, v in state_dict["state"].items()
@@ -260,14 +281,8 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
         for param, entry in optim.state.items():
             if isinstance(entry, dict):
                 entry.update({k: on_mesh_of(v, param) for k, v in entry.items()})
-        for number, (group, before) in enumerate(zip(optim.param_groups, contents, strict=True)):
-            if lacking := (optim.defaults.keys() & before.keys()) - group.keys():
+        for number, (group, names) in enumerate(zip(optim.param_groups, before, strict=True)):
+            if lacking := (optim.defaults.keys() & names) - group.keys():
                 raise ValueError(
                     f"group {number} of the state dict {_lacks(lacking, group, optim)}"
                 )
-    except Exception:
-        optim.state, optim.param_groups = state, groups
-        for group, content in zip(groups, contents, strict=True):
-            group.clear()
-            group.update(content)
-        raise

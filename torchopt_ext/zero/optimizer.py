@@ -359,14 +359,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         The dict may come from :meth:`state_dict`, from torch's class or from the unsharded
         optimizer. It is checked completely before anything is changed, and stays unchanged itself.
         A dict with only this rank's part (:class:`~torchopt_ext.zero.state_shard.StateShard`)
-        loads, too, if every rank owns what it owned before.
+        loads, too, if every rank owns what it owned before. If a rank fails, or a hook there, all
+        ranks raise, and nothing is changed on any.
 
         Raises:
             RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
-            ValueError: groups or shapes do not fit; names the parameter. Nothing is changed.
+            ValueError: groups or shapes do not fit; names the parameter.
         """
         zero_state.load(self, state_dict)
-        run_hooks(self, "load_state_dict_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

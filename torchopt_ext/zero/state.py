@@ -31,6 +31,7 @@ from torchopt_ext.statedict.loaded import (
     load_whole,
     raise_problems,
     read_indexed,
+    undone_if_raised,
 )
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.moments import fit_moments, has_codes
@@ -172,8 +173,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
     of_ranks = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
     controls, counted, made, have_state = zip(*of_ranks, strict=True)
     control: dict[str, Any] = next(filter(None, controls), {})
-    kept = zero.optim.state, zero.optim.param_groups
-    try:
+    with undone_if_raised(zero), undone_if_raised(zero.optim):  # also if another rank raises
         with fail_together(zero.process_group):
             if is_fused:
                 fields = zero.optim.control_to_load(control, max(counted), max(made))
@@ -193,12 +193,10 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                     if slot.entry
                 }
                 local_optimizer.copy_settings(groups, zero.optim.param_groups)
-    except Exception:  # possibly another rank's
-        zero.optim.state, zero.optim.param_groups = kept
-        raise
-    zero._consolidated = None
-    zero._has_state = any(have_state)
-    local_optimizer.sync(zero)
+            local_optimizer.sync(zero)
+            zero._consolidated, zero._has_state = None, any(have_state)
+        with fail_together(zero.process_group):  # only now: a hook may communicate
+            run_hooks(zero, "load_state_dict_post")
 
 
 # ---- torch.distributed.checkpoint ----------------------------------------------------------------

@@ -365,6 +365,8 @@ def test_a_state_dict_without_a_scale(scale: Any) -> None:
     saved = scaler.state_dict()
     with pytest.raises((TypeError, ValueError), match="scale is"):
         scaler.load_state_dict(saved | {"scale": scale, "_growth_tracker": 5})
+    with pytest.raises(TypeError, match="_hysteresis_tracker is nan, expected an integer"):
+        scaler.load_state_dict(saved | {"scale": 2.0, "_hysteresis_tracker": math.nan})
     with pytest.raises(KeyError, match="growth_interval"):
         scaler.load_state_dict({"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5})
     assert scaler.state_dict() == saved
