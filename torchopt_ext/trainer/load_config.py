@@ -130,7 +130,7 @@ def checked(kind: Any, value: Any) -> Any:
         return [checked(inner[0], item) for item in value]
     if origin is dict:
         if isinstance(value, str):
-            pairs = [item.rpartition("=") for item in _items(value)]
+            pairs = [item.rpartition("=") for item in _items(value) or [""]]
             try:
                 value = {key.strip(): inner[1](number) for key, _, number in pairs}
             except ValueError:
