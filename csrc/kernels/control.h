@@ -29,11 +29,10 @@ struct Control {
   double hysteresis_tracker;  // overflows that count against hysteresis
   double growth_factor;
   double backoff_factor;
-  double growth_interval;         // good steps until the scale grows; 0: the scale stays
-  double hysteresis;              // overflows until the scale backs off; 0 and 1: at the first
-  double consecutive_hysteresis;  // 1: a good step forgives overflows; 0: only growth does
-  double min_scale;               // 0: no minimum
-  double max_scale;               // 0: no maximum
+  double growth_interval;  // good steps until the scale grows; 0: the scale stays
+  double hysteresis;       // overflows until the scale backs off; 0 and 1: at the first
+  double min_scale;        // 0: no minimum
+  double max_scale;        // 0: no maximum
   // Schedule of the learning rate (schedule.h), counted in steps that were not skipped.
   double lr_factor;  // the factor by which pass B multiplies the learning rate
   double scheduled;  // 1: lr_factor follows the schedule; 0: it stays
@@ -51,9 +50,8 @@ namespace {
 // Updates the loss scale after a step: backs off on overflow, grows after enough good steps. The
 // scale is rounded to float, as in torch.amp, and never grows to infinity. With hysteresis 1 this
 // is torch.amp's rule (aten/src/ATen/native/cuda/AmpKernels.cu); otherwise that of Megatron,
-// DeepSpeed and InternEvo, or with `consecutive_hysteresis` apex's, where a good step resets the
-// count. Unlike theirs, the scale never falls to 0: its minimum is 2**-126, whose reciprocal is
-// finite.
+// DeepSpeed and InternEvo. Unlike theirs, the scale never falls to 0: its minimum is 2**-126, whose
+// reciprocal is finite.
 TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
   using L = ScalarLane<double>;
   const auto rounded = [](double x) { return static_cast<double>(static_cast<float>(x)); };
@@ -68,9 +66,6 @@ TORCHOPT_HD inline void loss_scale_update(Control& control, bool overflow) {
       control.loss_scale = scale < least ? least : scale;
     }
     return;
-  }
-  if (control.consecutive_hysteresis != 0.0) {
-    control.hysteresis_tracker = 0.0;
   }
   control.growth_tracker = L::add(control.growth_tracker, 1.0);
   if (control.growth_interval > 0.0 && control.growth_tracker >= control.growth_interval) {

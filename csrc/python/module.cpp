@@ -38,7 +38,6 @@ constexpr std::pair<const char*, double Control::*> kControlFields[kControlSize]
     {"backoff_factor", &Control::backoff_factor},
     {"growth_interval", &Control::growth_interval},
     {"hysteresis", &Control::hysteresis},
-    {"consecutive_hysteresis", &Control::consecutive_hysteresis},
     {"min_scale", &Control::min_scale},
     {"max_scale", &Control::max_scale},
     {"lr_factor", &Control::lr_factor},

@@ -53,13 +53,6 @@ TEST(LossScale, WithHysteresisTwoTheSecondOverflowBacksOff) {
   EXPECT_EQ(scales(scaler(8, 3, 2), "ogggoo"), (Scales{8, 8, 8, 16, 16, 8}));
 }
 
-// apex: a good step resets the count of overflows.
-TEST(LossScale, ConsecutiveHysteresisIsForgivenByAGoodStep) {
-  Control control = scaler(8, 100, 2);
-  control.consecutive_hysteresis = 1.0;
-  EXPECT_EQ(scales(control, "ogogoo"), (Scales{8, 8, 8, 8, 8, 4}));
-}
-
 TEST(LossScale, StaysANormalNumberOfFloat) {
   EXPECT_EQ(scales(scaler(0x1p-125, 1, 1), "ooog"),
             (Scales{0x1p-126, 0x1p-126, 0x1p-126, 0x1p-125}));

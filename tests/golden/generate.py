@@ -513,11 +513,10 @@ def digest_file() -> Iterator[dict[str, Any]]:
 def loss_scale_file() -> Iterator[dict[str, Any]]:
     rng = SplitMix64(15)
     usual = {"loss_scale": 65536, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    none = {"hysteresis": 1, "consecutive_hysteresis": 0, "min_scale": 0, "max_scale": 0}
+    none = {"hysteresis": 1, "min_scale": 0, "max_scale": 0}
     variants: list[dict[str, Any]] = [
         {},
         {"hysteresis": 2},
-        {"hysteresis": 2, "consecutive_hysteresis": 1},
         {"hysteresis": 0, "min_scale": 4096, "max_scale": 131072},
         {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
         {"loss_scale": 2**126, "growth_interval": 1},

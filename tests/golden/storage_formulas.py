@@ -109,7 +109,6 @@ def loss_scales(settings: dict[str, Any], overflows: Sequence[bool]) -> list[int
                 low = number(settings["min_scale"])
                 scale = low if less(scale, low) else scale
         else:
-            hysteresis = 0 if settings["consecutive_hysteresis"] else hysteresis
             growth += 1
             if growth >= settings["growth_interval"]:
                 growth = hysteresis = 0

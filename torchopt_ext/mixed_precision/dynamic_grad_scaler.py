@@ -26,7 +26,6 @@ class DynamicGradScaler(LossScale):
         min_scale, max_scale: limits of the scale; None or 0 for no limit.
         hysteresis: overflows until the scale backs off; with 0 or 1 the first overflow does it.
         dtype: the gradients' dtype; float16 needs a scale that can change.
-        consecutive_hysteresis: every good step resets the count (apex, an option in DeepSpeed).
         device: the scale's device.
 
     Raises:
@@ -47,7 +46,6 @@ class DynamicGradScaler(LossScale):
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
         *,
-        consecutive_hysteresis: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         expect_numbers(
@@ -66,7 +64,6 @@ class DynamicGradScaler(LossScale):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
         )

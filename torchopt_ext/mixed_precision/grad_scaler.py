@@ -39,7 +39,6 @@ class GradScaler(torch.amp.GradScaler):
             torch.amp.GradScaler.
         hysteresis: overflows until the scale backs off; 1 as in torch's class. Growth resets the
             count (Megatron-LM, DeepSpeed).
-        consecutive_hysteresis: every step without overflow resets the count (apex).
         min_scale, max_scale: limits of the scale; 0 for no limit. Unlike in torch's class, the
             scale stays a normal float32 number, whose reciprocal is finite.
 
@@ -59,7 +58,6 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
@@ -73,12 +71,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(
                 f"Invalid growth_interval: {growth_interval}, expected a whole number, 0 or more"
             )
-        settings = scale_settings(
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
+        settings = scale_settings(hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale)
         if enabled:
             expect_scale("init_scale", init_scale, settings)
         self._settings = settings  # without growth settings, which _growth_settings() adds

@@ -163,7 +163,6 @@ class Controlled:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
         min_scale: float = 0.0,
         max_scale: float = 0.0,
     ) -> None:
@@ -180,8 +179,7 @@ class Controlled:
         rule = scale_settings(
             growth_factor=growth_factor, backoff_factor=backoff_factor,
             growth_interval=growth_interval, hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis, min_scale=min_scale,
-            max_scale=max_scale,
+            min_scale=min_scale, max_scale=max_scale,
         )  # fmt: skip
         expect_scale("init_scale", init_scale, rule)
         counts = {"growth_tracker": 0.0, "hysteresis_tracker": 0.0}

@@ -13,7 +13,7 @@ LARGEST_SCALE: float = torch.finfo(torch.float32).max
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
 RULE = {
     "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0, "hysteresis": 1.0,
-    "consecutive_hysteresis": 0.0, "min_scale": 0.0, "max_scale": 0.0,
+    "min_scale": 0.0, "max_scale": 0.0,
 }  # fmt: skip
 """The default rule by which a loss scale follows overflows."""
 

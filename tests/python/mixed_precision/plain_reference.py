@@ -33,14 +33,11 @@ class ReferenceScaler:
         max_scale: float | None = 2.0**24,
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
-        *,
-        consecutive_hysteresis: bool = False,
     ) -> None:
         self.scale = float(initial_scale)
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.min_scale, self.max_scale = min_scale, max_scale
-        self.consecutive_hysteresis = consecutive_hysteresis
         self.growth_step = self.hysteresis_step = 0
 
     def update(self, overflow: bool) -> None:
@@ -51,8 +48,6 @@ class ReferenceScaler:
                 smaller = float32(self.scale * self.backoff_factor)
                 self.scale = max(smaller, self.min_scale) if self.min_scale else smaller
             return
-        if self.consecutive_hysteresis:
-            self.hysteresis_step = 0
         self.growth_step += 1
         if self.growth_step == self.growth_interval:
             self.growth_step = self.hysteresis_step = 0

@@ -46,7 +46,6 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "max_scale": largest,
         "hysteresis": draw(st.integers(0, 4)),
         "dtype": dtype,
-        "consecutive_hysteresis": draw(st.booleans()),
     }
 
 
@@ -175,7 +174,7 @@ def test_refused_arguments(dtype: torch.dtype, wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
 def test_copies_go_on_by_themselves(how: str) -> None:
-    scaler = DynamicGradScaler(2.0**8, growth_interval=2, consecutive_hysteresis=True)
+    scaler = DynamicGradScaler(2.0**8, growth_interval=2)
     for overflow in (True, False):
         scaler.update(overflow)
     other = pickle.loads(pickle.dumps(scaler)) if how == "pickle" else copy.deepcopy(scaler)

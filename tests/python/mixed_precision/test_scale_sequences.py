@@ -39,41 +39,15 @@ class Megatron:
         return self.scale
 
 
-class Apex(Megatron):
-    """apex/csrc/update_scale_hysteresis.cu."""
-
-    def update(self, overflow: bool) -> float:
-        if overflow:
-            self.left -= 1
-            self.good = 0
-            if self.left > 0:
-                return self.scale
-            self.scale = self.scale * 0.5
-        else:
-            self.good += 1
-            if self.good == self.interval:
-                self.scale, self.good = self.scale * 2, 0
-            self.left = self.hysteresis
-        return self.scale
-
-
 class DeepSpeed(Megatron):
     """deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler, for runs within its window."""
-
-    consecutive = False
 
     def update(self, overflow: bool) -> float:
         if overflow and self.left > 1:
             self.left -= 1
         elif overflow:
             self.scale = max(self.scale / 2, self.min_scale)
-        elif self.consecutive:
-            self.left = self.hysteresis
         return self.scale
-
-
-class DeepSpeedConsecutive(DeepSpeed):
-    consecutive = True
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
@@ -82,10 +56,7 @@ class DeepSpeedConsecutive(DeepSpeed):
     [
         (Megatron, 3, 1.0),
         (Megatron, 1, 2.0**8),
-        (Apex, 3, 0.0),
-        (Apex, 2, 0.0),
         (DeepSpeed, 1000, 2.0**7),
-        (DeepSpeedConsecutive, 1000, 1.0),
     ],
 )
 def test_hysteresis(model: Any, interval: int, min_scale: float, hysteresis: int) -> None:
@@ -98,7 +69,6 @@ def test_hysteresis(model: Any, interval: int, min_scale: float, hysteresis: int
     settings: dict[str, Any] = {
         "growth_interval": interval,
         "hysteresis": hysteresis,
-        "consecutive_hysteresis": model in (Apex, DeepSpeedConsecutive),
         "min_scale": min_scale,
     }
     scaler = scaler_of(GradScaler, **settings)
