@@ -130,7 +130,8 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
         fault = f"{name} is too large" if "memory" in str(error) else f"--device {options.device}"
         raise CommandError(f"{fault}: {first_sentence(error)}") from error
     clock = functools.partial(seconds_of, device=device)
-    plain = plain_update(device)
+    ones = torch.ones(ELEMENTS, device=device)
+    plain = functools.partial(torch.zeros_like(ones).add_, ones)  # moves 12 bytes per element
     try:
         with quiet():
             steps, missing = peers(params, options.master_weights)
@@ -203,12 +204,6 @@ def seconds_of(call: Step, device: torch.device) -> float:
     call()
     wait()
     return time.perf_counter() - start
-
-
-def plain_update(device: torch.device) -> Step:
-    """Returns the roofline's operation, which moves 12 bytes per element."""
-    ones = torch.ones(ELEMENTS, device=device)
-    return functools.partial(torch.zeros_like(ones).add_, ones)
 
 
 @contextlib.contextmanager

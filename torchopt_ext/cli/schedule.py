@@ -36,11 +36,6 @@ MOST_STEPS = 10_000_000
 TABLED = 4
 """Curves that fit next to each other in a table."""
 STYLES = ("-", "--", "-.", ":")
-DEFAULTS: dict[str, list[Any]] = {
-    "lr": [1.0], "warmup": [0], "decay_ratio": [None], "decay": ["linear"], "min_factor": [0.0],
-    "generation": [2],
-}  # fmt: skip
-"""Values of the options that need --steps."""
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -58,6 +53,23 @@ def whole(text: str) -> int:
     if not value.is_integer() or abs(value) >= 2**62:
         raise ValueError
     return int(value)
+
+
+CHOICES: dict[str, tuple[Any, Callable[[str], Any], str, str]] = {
+    "lr": (1.0, positive, "LR", "learning rate, which the factor multiplies (1)"),
+    "warmup": (0, whole, "N", "whole steps of warmup (0)"),
+    "decay_ratio": (
+        *(None, float, "SHARE"),
+        "share of the steps in which the rate decays (all steps after the warmup)",
+    ),
+    "decay": ("linear", str, "KIND", "linear, sqrt or cosine (linear)"),
+    "min_factor": (0.0, float, "SHARE", "final rate as a share of LR (0)"),
+    "generation": (
+        *(2, generation, "1|2"),
+        "1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
+    ),
+}
+"""The options that need --steps: default, parser of one value, placeholder and help."""
 
 
 @dataclass(frozen=True)
@@ -93,27 +105,9 @@ def parser() -> Parser:
         help="the file of a Trainer job; repeatable",
     )
     made.add_argument("--steps", type=number, metavar="N", help="steps of training")
-    made.add_argument(
-        "--lr", type=several(positive), help="learning rate, which the factor multiplies (1)"
-    )
-    made.add_argument(
-        "--warmup", type=several(whole), metavar="N", help="whole steps of warmup (0)"
-    )
-    made.add_argument(
-        "--decay-ratio", type=several(float), metavar="SHARE",
-        help="share of the steps in which the rate decays (all steps after the warmup)",
-    )  # fmt: skip
-    made.add_argument(
-        "--decay", type=several(str), metavar="KIND", help="linear, sqrt or cosine (linear)"
-    )
-    made.add_argument(
-        "--min-factor", type=several(float), metavar="SHARE",
-        help="final rate as a share of LR (0)",
-    )  # fmt: skip
-    made.add_argument(
-        "--generation", type=several(generation), metavar="1|2",
-        help="1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
-    )  # fmt: skip
+    for name, (_, read, metavar, text) in CHOICES.items():
+        option = f"--{name.replace('_', '-')}"
+        made.add_argument(option, type=several(read), metavar=metavar, help=text)
     made.add_argument("--rows", type=number, default=11, metavar="N", help="rows of the table (11)")
     made.add_argument(
         "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
@@ -126,14 +120,15 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
-    given = {n: values for n in DEFAULTS if (values := getattr(options, n)) is not None}
+    given = {n: values for n in CHOICES if (values := getattr(options, n)) is not None}
     if options.steps is None and given and options.config:
         option = min(given).replace("_", "-")
         raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
     with Progress("computing", 1):
         curves = [from_job(path) for path in options.config]
         if options.steps is not None:
-            curves += from_flags(options.steps, DEFAULTS | given)
+            defaults = {name: [default] for name, (default, *_) in CHOICES.items()}
+            curves += from_flags(options.steps, defaults | given)
         if not curves:
             raise CommandError("give --steps, or a job by --config")
         if options.plot is not None:
