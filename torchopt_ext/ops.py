@@ -8,7 +8,7 @@ names its position in the list. In both cases nothing is changed.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -158,28 +158,21 @@ def scaled_copy_(
     _ops.scaled_copy_.default(to, from_, control, unscale=unscale)
 
 
+class Schedule(TypedDict, total=False):
+    """The arguments of :func:`lr_factor` after ``step``, for type checkers."""
+
+    warmup_steps: Required[int]
+    stable_steps: Required[int]
+    decay_steps: Required[int]
+    decay_type: str
+    min_factor: float
+    generation: int
+
+
 @overload
-def lr_factor(
-    step: int,
-    *,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    decay_type: str = ...,
-    min_factor: float = ...,
-    generation: int = ...,
-) -> float: ...
+def lr_factor(step: int, **schedule: Unpack[Schedule]) -> float: ...
 @overload
-def lr_factor(
-    step: Tensor,
-    *,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    decay_type: str = ...,
-    min_factor: float = ...,
-    generation: int = ...,
-) -> Tensor: ...
+def lr_factor(step: Tensor, **schedule: Unpack[Schedule]) -> Tensor: ...
 def lr_factor(
     step: int | Tensor,
     *,
