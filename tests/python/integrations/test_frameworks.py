@@ -197,6 +197,20 @@ def test_stock_accelerate_knows_the_steps_that_its_scaler_skips() -> None:
     assert skipped == [step == SKIPPED for step in range(STEPS)]
 
 
+def test_in_stock_accelerates_wrapper_is_the_optimizer_that_clips_and_skips() -> None:
+    stock = pytest.importorskip("accelerate", reason=WITHOUT).Accelerator(cpu=True)
+    model, prepared = stock.prepare(model := new_model(), new_optimizer(model))
+    prepared.optimizer.max_grad_norm = 0.3
+    for step, batch in enumerate(batches(SKIPPED)):
+        prepared.zero_grad()
+        stock.backward(model(*batch)["loss"])
+        prepared.step()
+        control = prepared.optimizer.control
+        assert control.skip == (step == SKIPPED) and not prepared.step_was_skipped
+        assert step == SKIPPED or (control.clip_factor < 1) == (control.grad_norm > 0.3)
+    stock.free_memory()
+
+
 def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator: Any) -> None:
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     models = [torch.nn.Linear(2, 2) for _ in range(2)]
