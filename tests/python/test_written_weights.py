@@ -263,6 +263,23 @@ def test_weights_and_masters_are_loaded_in_either_order(first: str, kind: str) -
     assert_same_bits(resumed.masters(), job.masters())
 
 
+@pytest.mark.parametrize("kind", [*SINGLE, "container"])
+def test_masters_that_are_loaded_replace_what_was_written_before(kind: str) -> None:
+    """A container loads into the masters that it has, which follow the weights."""
+    job, resumed = Job(kind), Job(kind)
+    for one in (job, resumed):
+        one.step(2)
+    state = saved_state(resumed)
+    with torch.no_grad():
+        for one in (job, resumed) if kind == "container" else (resumed,):
+            [p.fill_(7.0) for p in one.model.parameters()]
+    resumed.optimizer.load_state_dict(state)
+    for one in (job, resumed):
+        one.step(2)
+    assert_same_bits(resumed.weights(), job.weights())
+    assert_same_bits(resumed.masters(), job.masters())
+
+
 def test_masters_that_exist_before_weights_are_loaded() -> None:
     """As where a job makes all state first, in order to load into it."""
     job, fresh = Job("FusedAdamW"), Job("FusedAdamW")
