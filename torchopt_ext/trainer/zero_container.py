@@ -14,7 +14,8 @@ from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.state import buffers, local_parts
+from torchopt_ext.zero.local_optimizer import local_parts
+from torchopt_ext.zero.state import buffers
 
 
 class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):

@@ -60,7 +60,8 @@ class Bucket:
         Raises:
             RuntimeError: the shape, dtype or device of a parameter has changed.
         """
-        for param, place in zip(self.starts, self.places, strict=True):
+        pairs = [*zip(self.starts, self.places, strict=True)]
+        for param, place in pairs:
             is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))
             if is_now != was:
                 raise RuntimeError(
@@ -68,7 +69,6 @@ class Bucket:
                     f"is now of shape {tuple(param.shape)}, {param.dtype} on {param.device}: build "
                     f"the optimizer after changing or moving the model"
                 )
-        pairs = zip(self.starts, self.places, strict=True)
         return any(p.data_ptr() != place.data_ptr() for p, place in pairs if p.numel())
 
     @torch.no_grad()

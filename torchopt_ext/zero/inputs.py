@@ -168,9 +168,7 @@ def describe_arguments(
     name = getattr(optimizer_class, "__qualname__", type(optimizer_class).__qualname__)
     params = chain(*(group["params"] for group in groups))
     number = {param: i for i, param in enumerate(params)}
-    owned: Any = params_per_rank
-    if params_per_rank is not None:
-        owned = [[number.get(p) for p in own] for own in params_per_rank]
+    owned = [[number.get(p) for p in own] for own in params_per_rank or ()]
     arguments |= {"optimizer_class": name, "params_per_rank": owned}
     found = [f"{key}={value}" for key, value in arguments.items()]
     found += [f"{key}={_plain(value)}" for key, value in sorted(defaults.items())]

@@ -1,25 +1,20 @@
 """Support for ranks that run out of data early (torch.distributed.algorithms.join.Join)."""
 
+import json
 from collections.abc import Callable, Sequence
-from math import isnan, nan
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from torchopt_ext.optim.collective import all_gather, collective, wait
+from torchopt_ext.optim.collective import all_gather_text, collective, wait
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.metadata import DTYPES
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
-
-# None for no gradient; else the dtype, which grad_dtype may have set.
-_DTYPES = (
-    *(None, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.float64, torch.complex64, torch.complex128),
-)
 
 
 class _Hook(JoinHook):
@@ -87,11 +82,6 @@ class JoinSupport(Joinable):
     def join_process_group(self) -> Any:
         return self.process_group
 
-    def _notify_join(self) -> None:
-        """Tells ranks out of data that this rank steps."""
-        if not self._out_of_data:
-            Join.notify_join_context(self)
-
     def _take_gradients(self, context: StepContext) -> StepContext:
         """Gives this rank's parts their gradients. A rank out of data gets other ranks' gradients.
 
@@ -120,19 +110,18 @@ def share(
     Returns:
         The step's context. On ranks out of data it has the scale and flags of the sending rank.
     """
-    scaling = [nan if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
-    dtypes = [None if param.grad is None else param.grad.dtype for param in params]
-    values = [float(not out_of_data), *scaling, context.check_overflow]
-    values += map(_DTYPES.index, dtypes)
-    mine = torch.tensor(values, dtype=torch.float32)
-    all_ranks = all_gather(mine, ranks.group, "exchanging which ranks have data")
-    found = [of_rank.tolist() for of_rank in all_ranks]
-    source = next(rank for rank, of_rank in enumerate(found) if of_rank[0])
-    if all(of_rank[0] for of_rank in found):
+    scaling = [None if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
+    # A gradient's dtype may be another than the parameter's: grad_dtype sets it.
+    dtypes = ["" if param.grad is None else str(param.grad.dtype) for param in params]
+    mine = [out_of_data, scaling, context.check_overflow, dtypes]
+    texts = all_gather_text(json.dumps(mine), ranks.group, "exchanging which ranks have data")
+    found = [json.loads(text) for text in texts]
+    source = next(rank for rank, (is_out, *_) in enumerate(found) if not is_out)
+    if not any(is_out for is_out, *_ in found):
         return context
-    _, scale, flag, check_overflow, *numbers = found[source]
-    for param, number in zip(params, numbers, strict=True):
-        dtype = _DTYPES[int(number)]
+    _, scaling, check_overflow, dtypes = found[source]
+    for param, name in zip(params, dtypes, strict=True):
+        dtype = DTYPES.get(name)
         if out_of_data:
             param.grad = None if dtype is None else torch.empty_like(param, dtype=dtype)
         if dtype is not None and param.numel():
@@ -144,8 +133,5 @@ def share(
                 param.grad.copy_(sent)
     if not out_of_data:
         return context
-    return context._replace(
-        grad_scale=None if isnan(scale) else torch.tensor(scale, dtype=torch.float32),
-        found_inf=None if isnan(flag) else torch.tensor(flag, dtype=torch.float32),
-        check_overflow=bool(check_overflow),
-    )
+    scale, flag = (t if t is None else torch.tensor(t, dtype=torch.float32) for t in scaling)
+    return context._replace(grad_scale=scale, found_inf=flag, check_overflow=check_overflow)

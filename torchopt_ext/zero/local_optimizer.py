@@ -23,6 +23,7 @@ from torchopt_ext.optim.local import moved, squares_of
 from torchopt_ext.optim.rejection import Agreement, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights, refresh_stale_elements
+from torchopt_ext.zero.part import Part
 
 if TYPE_CHECKING:
     from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
@@ -38,11 +39,21 @@ def local_group(zero: ZeroRedundancyOptimizer, number: int) -> dict[str, Any]:
     return local
 
 
+def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
+    """Returns this rank's parts of parameters, in the order in which its state is numbered.
+
+    Raises:
+        RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
+    """
+    if not zero.partition.mine:
+        raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
+    return [zero.partition.part_of(param) for param in chain(*zero.partition.mine)]
+
+
 def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
     """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
     chosen = fp32_params(named_params(zero), zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
-    mine = chain(*zero.partition.mine)
-    return tuple(part for part in mine if zero.partition.part_of(part).param in chosen)
+    return tuple(part.tensor for part in local_parts(zero) if part.param in chosen)
 
 
 def fused(zero: ZeroRedundancyOptimizer) -> FusedAdam:
@@ -74,9 +85,8 @@ def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] |
     for param, weight in pairs:
         param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
     weight_of = dict(pairs)
-    parts = [zero.partition.part_of(own) for own in chain(*zero.partition.mine)]
     optim.set_weights_and_state(
-        (p.tensor, p.of(weight_of[p.param])) for p in parts if p.param in weight_of
+        (p.tensor, p.of(weight_of[p.param])) for p in local_parts(zero) if p.param in weight_of
     )
     zero._consolidated = None
 
@@ -125,9 +135,9 @@ def sync(zero: ZeroRedundancyOptimizer) -> None:
     zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
     if isinstance(zero.optim, FusedAdam):
         index = {param: index for index, param in enumerate(zero._all_params)}
-        parts = map(zero.partition.part_of, chain(*zero.partition.mine))
-        places = {part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in parts}
-        zero.optim.parameter_places = places
+        zero.optim.parameter_places = {
+            part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in local_parts(zero)
+        }
     for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
         own = {key: group[key] for key in ("params", "param_names") if key in group}
         merged = {key: own.get(key, value) for key, value in local.items()} | own

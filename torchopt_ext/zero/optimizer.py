@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -252,7 +253,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
             return None
-        self._notify_join()  # raises on all ranks, if the Join context is to end early
+        if not self._out_of_data:
+            Join.notify_join_context(self)  # raises on all ranks, if the context is to end early
         context, agreement = self._context, Agreement()
         fused = isinstance(self.optim, FusedAdam)
         if self.world_size > 1:

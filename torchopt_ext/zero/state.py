@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.functional import FunctionalFusedAdam
+from torchopt_ext.zero.local_optimizer import local_parts
 from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.ranks import bounded
 from torchopt_ext.zero.state_shard import StateShard
@@ -47,17 +48,6 @@ if TYPE_CHECKING:
 
 Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
 """A rank's state by parameter index and entry name: the rank's parts and their values."""
-
-
-def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
-    """Returns this rank's parts of parameters, in the order in which its state is numbered.
-
-    Raises:
-        RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
-    """
-    if not hasattr(zero, "optim"):
-        raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
-    return [zero.partition.part_of(param) for param in chain(*zero.partition.mine)]
 
 
 def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
