@@ -260,17 +260,14 @@ class BalancedBuckets:
 
     def overlap_forward(self, modules: Sequence[torch.nn.Module]) -> None:
         """Lets ``step`` return before these modules' parameters arrive. Their forward waits."""
-        wait_for, wait = WeakHook(self, "_wait_for"), WeakHook(self, "_wait")
+        wait_for = WeakHook(self, "_wait_for")
         for module in modules:
             self._lazy |= dict.fromkeys(module.parameters())
             self._handles.append(module.register_forward_pre_hook(wait_for))
             for child in module.modules():
                 hooked: Any = child
-                self._handles.append(hooked.register_state_dict_pre_hook(wait))
-                self._handles.append(hooked.register_load_state_dict_pre_hook(wait))
-
-    def _wait(self, *_: Any) -> None:
-        self.wait_for_updates()
+                self._handles.append(hooked.register_state_dict_pre_hook(wait_for))
+                self._handles.append(hooked.register_load_state_dict_pre_hook(wait_for))
 
     def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
         if self._updates_in_flight:
