@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -188,6 +189,24 @@ def moves(kind: str, kept: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def one_rank_fails() -> None:
+    """A hook after the load raises on rank 1: both ranks raise, and nothing is changed."""
+    source, target = (Job("fp32", seed, 3 - seed, sharded=True) for seed in (1, 2))
+    before = target.values()
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError("short of memory")
+
+    handle = target.optimizer.register_load_state_dict_post_hook(hook)
+    with pytest.raises((MemoryError, ValueError), match="short of memory"):
+        through_torch(source, target)
+    assert not difference(target.values(), before)
+    handle.remove()
+    through_torch(source, target)
+    assert difference(target.values(), before)
+
+
 SOME = [
     ("torch", "8 bits throughout"),
     ("bf16", "fp32"),
@@ -201,7 +220,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     folder.mkdir(exist_ok=True)
     ours = [kind for kind in KINDS if kind != "torch"]
     pairs = [*product(KINDS, ours)] if "complete" in sys.argv else SOME
-    return {f"{a} as {b}": functools.partial(moves, a, b) for a, b in pairs}
+    found: dict[str, Callable[[], Any]] = {"one rank fails": one_rank_fails}
+    return found | {f"{a} as {b}": functools.partial(moves, a, b) for a, b in pairs}
 
 
 if __name__ == "__main__":
