@@ -53,6 +53,12 @@ def only(default: Any, why: str) -> Any:
 
 
 _NO_EXPERTS = "there is no expert parallelism"
+_NO_OVERLAP = "tensor parallel communication is not overlapped"
+_NO_LISTS = "use pipeline_parallel_split_points"
+_NO_CSV = "use a schedule of torch's by its name"
+_NO_BALANCER = "sequences are divided as torch does"
+_ALL_SAVED = "the data's position is saved with the rest"
+_NO_WARNINGS = "training.deterministic rejects what is not deterministic"
 _NO_SEMI_SYNC = "replica groups synchronize in every step"
 _NO_HF = "models have no conversion from and to Hugging Face's names"
 NO_BUDGET = "activations are recomputed by layer or operator"
@@ -261,18 +267,10 @@ class Parallelism:
     """Ranks that shard each layer's matrices (tensor parallelism)."""
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits for the loss."""
-    enable_async_tensor_parallel: bool = only(
-        False, "tensor parallel communication is not overlapped"
-    )
-    """Overlap tensor parallel communication; needs training.compile."""
     pipeline_parallel_degree: int = 1
     """Ranks that split the layers into pipeline stages."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """Modules that begin a stage, such as layers.2."""
-    module_fqns_per_model_part: list[list[str]] | None = only(
-        None, "use pipeline_parallel_split_points"
-    )
-    """Modules of each stage, instead of split points."""
     pipeline_parallel_first_stage_less_layers: int = 1
     """Layers by which the first stage is shorter, because it has the embedding."""
     pipeline_parallel_last_stage_less_layers: int = 1
@@ -281,38 +279,30 @@ class Parallelism:
     """Layers per stage at most; None: as few stages as the schedule allows."""
     pipeline_parallel_schedule: str = "1F1B"
     """Name of a schedule of torch.distributed.pipelining."""
-    pipeline_parallel_schedule_csv: str | None = only("", "use a schedule of torch's by its name")
-    """CSV file of a custom schedule."""
     pipeline_parallel_microbatch_size: int = at_least(1, default=1)
     """Sequences per microbatch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """Accepted in torchtitan's files; has no effect."""
     context_parallel_degree: int = 1
     """Ranks that shard each sequence (context parallelism)."""
-    context_parallel_load_balancer: str | None = only(
-        "headtail", "sequences are divided as torch does"
-    )
-    """How a sequence is sharded."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """Collective that exchanges keys and values."""
-    expert_parallel_degree: int = only(1, _NO_EXPERTS)
-    """Ranks that share the experts."""
-    expert_tensor_parallel_degree: int = only(1, _NO_EXPERTS)
-    """Ranks that shard each expert."""
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = only("standard", _NO_EXPERTS)
-    """Backend that sends tokens to experts."""
     zero: Literal["none", "greedy", "balanced"] = "none"
     """Shard the optimizer's state over replicas with ZeroRedundancyOptimizer."""
+    # Not supported: only the default is accepted.
+    enable_async_tensor_parallel: bool = only(False, _NO_OVERLAP)
+    module_fqns_per_model_part: list[list[str]] | None = only(None, _NO_LISTS)
+    pipeline_parallel_schedule_csv: str | None = only("", _NO_CSV)
+    context_parallel_load_balancer: str | None = only("headtail", _NO_BALANCER)
+    expert_parallel_degree: int = only(1, _NO_EXPERTS)
+    expert_tensor_parallel_degree: int = only(1, _NO_EXPERTS)
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = only("standard", _NO_EXPERTS)
 
 
 @dataclass
 class Checkpoint:
     enable_checkpoint: bool = False
     """Save and load checkpoints."""
-    enable_ft_dataloader_checkpoints: bool = only(
-        True, "the data's position is saved with the rest"
-    )
-    """Save the data position under fault tolerance; only true is supported."""
     folder: str = "checkpoint"
     """Folder for checkpoints, in dump_folder."""
     interval: int = at_least(1, default=500)
@@ -321,14 +311,8 @@ class Checkpoint:
     """Checkpoint to start from if the job has no checkpoint of its own."""
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
-    initial_load_in_hf: bool = only(False, _NO_HF)
-    """initial_load_path holds safetensors files."""
-    initial_load_in_hf_quantized: bool = only(False, _NO_HF)
-    """initial_load_path holds quantized safetensors files."""
     model_weights_only: bool = False
     """Save only the weights, in export_dtype, after the last step."""
-    last_save_in_hf: bool = only(False, f"{_NO_HF}; export_safetensors keeps the model's own")
-    """Not supported: use export_safetensors."""
     export_safetensors: bool = False
     """After the last step, also write the weights as safetensors."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
@@ -347,6 +331,11 @@ class Checkpoint:
     """Save after step 1, to find out early whether saving works."""
     load_only: bool = False
     """Load checkpoints, but save none."""
+    # Not supported: only the default is accepted.
+    enable_ft_dataloader_checkpoints: bool = only(True, _ALL_SAVED)
+    initial_load_in_hf: bool = only(False, _NO_HF)
+    initial_load_in_hf_quantized: bool = only(False, _NO_HF)
+    last_save_in_hf: bool = only(False, f"{_NO_HF}; export_safetensors keeps the model's own")
 
 
 @dataclass
@@ -355,28 +344,26 @@ class ActivationCheckpoint:
     """Activations that are recomputed in backward."""
     selective_ac_option: str = "2"
     """For mode selective: n for every n-th layer, or "op" for all but costly operators."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = only(["moe.router.gate"], _NO_EXPERTS)
-    """Modules whose matrix products are always recomputed with option "op"."""
     early_stop: bool = False
     """Stop recomputation as soon as backward has everything that it needs."""
-    memory_budget: float = only(0.5, NO_BUDGET)
-    """Share of activation memory that the compiler may use in mode memory_budget."""
-    visualize_memory_budget_pareto: bool = only(False, NO_BUDGET)
-    """Plot time against memory in mode memory_budget: not supported."""
     preserve_rng_state: bool = True
     """Use the same random numbers in recomputation."""
     determinism_check: str = "default"
     """As in torch.utils.checkpoint."""
     debug: bool = False
     """As in torch.utils.checkpoint."""
+    # Not supported: only the default is accepted.
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = only(["moe.router.gate"], _NO_EXPERTS)
+    memory_budget: float = only(0.5, NO_BUDGET)
+    visualize_memory_budget_pareto: bool = only(False, NO_BUDGET)
 
 
 @dataclass
 class Compile:
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
     """Parts that training.compile compiles."""
+    # Not supported: only the default is accepted.
     backend: str = only("inductor", "torch.compile uses inductor")
-    """Backend of torch.compile; only "inductor" is supported."""
 
 
 @dataclass
@@ -391,16 +378,15 @@ class Comm:
     """Folder for the flight recorder's files, in dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of the names of the flight recorder's files."""
+    # Not supported: only the default is accepted.
     mode: Literal["default", "fake_backend", "local_tensor"] = only("default", "ranks communicate")
-    """Kind of communication; only default is supported."""
 
 
 @dataclass
 class MemoryEstimation:
+    # Not supported: only the default is accepted.
     enabled: bool = only(False, "memory is measured, in metrics")
-    """Estimate memory instead of training: not supported."""
     disable_fake_mode: bool = only(False, "memory is measured, in metrics")
-    """Estimate with real tensors: not supported."""
 
 
 @dataclass
@@ -417,16 +403,12 @@ class FaultTolerance:
     """Number of replica groups that share the data."""
     min_replica_size: int = 1
     """Smallest number of replica groups for a step."""
+    # Not supported: only the default is accepted.
     semi_sync_method: str | None = only(None, _NO_SEMI_SYNC)
-    """local_sgd or diloco."""
     sync_steps: int = only(5, _NO_SEMI_SYNC)
-    """Steps between synchronizations of semi_sync_method."""
     should_quantize: bool = only(False, _NO_SEMI_SYNC)
-    """Quantize what diloco sends."""
     fragment_sync_delay: int = only(0, _NO_SEMI_SYNC)
-    """Steps by which diloco's fragments are delayed."""
     fragment_update_alpha: float = only(0.0, _NO_SEMI_SYNC)
-    """Share of the local weights in diloco's mixture."""
 
 
 @dataclass
@@ -457,12 +439,9 @@ class Validation:
 
 @dataclass
 class Debug:
-    deterministic_warn_only: bool = only(
-        False, "training.deterministic rejects what is not deterministic"
-    )
-    """Warn where torch has no deterministic algorithm: not supported."""
+    # Not supported: only the default is accepted.
+    deterministic_warn_only: bool = only(False, _NO_WARNINGS)
     moe_force_load_balance: bool = only(False, _NO_EXPERTS)
-    """Give every expert the same number of tokens."""
 
 
 @dataclass
