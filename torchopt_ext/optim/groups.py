@@ -61,22 +61,20 @@ def param_groups(
     if lr_multipliers and lr is None:
         raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
     _expect_finite(weight_decay=weight_decay, lr=lr or 0.0)
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    for param, (own_name, spared, factor) in choices([model], no_decay, lr_multipliers).items():
-        if not param.requires_grad:
-            continue
-        name = "no_decay" if spared else "decay"
-        name += "" if factor == 1.0 else f", lr * {factor:g}"
-        own_decay = 0.0 if spared else weight_decay
-        group = groups.setdefault(
-            (spared, factor), {"params": [], "weight_decay": own_decay, "name": name}
-        )
-        if lr is not None:
-            group["lr"] = lr * factor
-        group["params"].append((own_name, param))
-    if not groups:
+    chosen = choices([model], no_decay, lr_multipliers)
+    trained = [param for param in chosen if param.requires_grad]
+    if not trained:
         raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
-    return list(groups.values())
+    groups = in_groups(trained, chosen, lr)
+    for group in groups:
+        _, spared, factor = chosen[group["params"][0]]
+        name = "no_decay" if spared else "decay"
+        group["name"] = name if factor == 1.0 else f"{name}, lr * {factor:g}"
+        group["params"] = [(chosen[param].name, param) for param in group["params"]]
+        group.setdefault("weight_decay", weight_decay)
+        if lr is not None:
+            group.setdefault("lr", lr)
+    return groups
 
 
 class Choice(NamedTuple):
