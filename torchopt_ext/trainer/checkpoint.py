@@ -226,8 +226,10 @@ class CheckpointManager:
         rest = {} if contents == "model" else self._states | self._own
         if both := sorted(model.keys() & rest.keys()):
             raise ValueError(f"the model has {both}, which are keys of other entries")
-        if contents == "model" and exported and self._export_dtype:
-            model = states_of.converted(model, self._export_dtype)
+        if contents == "model" and exported and (dtype := self._export_dtype):
+            for name, value in model.items():
+                if torch.is_tensor(value) and value.is_floating_point():
+                    model[name] = value.to(dtype)
         # What get_extra_state returns may have other items in the model that loads it.
         state = {
             name: value if torch.is_tensor(value) else saved_values.undivided(value, name)

@@ -110,14 +110,6 @@ def some(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:4], *more])
 
 
-def converted(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a copy of a state with floating-point tensors converted to a dtype."""
-    return {
-        name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in state.items()
-    }
-
-
 def saved_names(metadata: Metadata, key: str) -> list[str]:
     """Returns the names of the saved entries directly below a key."""
     paths = [path for path in (metadata.planner_data or {}).values() if path[0] == key]

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import logging
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils.data import (
 
 from torchopt_ext.trainer.checkpoint_states import generator_states, set_generator_states
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
+from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.extras import import_extra
 from torchopt_ext.trainer.registry import Registry
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
@@ -134,10 +134,7 @@ def _seed_worker(key: Key) -> None:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     # torch.manual_seed takes 200 us, because it seeds devices that a worker does not use.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    seed_generators(seed, torch.default_generator.manual_seed)
 
 
 def _hashed(*numbers: int) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -144,13 +144,14 @@ def set_determinism(
         _torch.seed_dtensors(seed, world_mesh[same])
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int, seed_torch: Callable[[int], Any] = torch.manual_seed) -> None:
     """Seeds torch's, Python's and, if it is imported, numpy's random numbers.
 
     Args:
         seed: 0 to 2**64 - 1.
+        seed_torch: seeds torch's.
     """
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
