@@ -41,10 +41,7 @@ def parser() -> Parser:
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     found = report()
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(as_text(found))
+    print(json.dumps(found, indent=2) if options.json else as_text(found))
     return 0 if all(test["passed"] for test in found["self_test"].values()) else 1
 
 

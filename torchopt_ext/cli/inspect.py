@@ -56,10 +56,7 @@ def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     give_back_memory()
     found = report(options.checkpoint, hashed=not options.no_hash)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(as_text(found, options.tensors))
+    print(json.dumps(found, indent=2) if options.json else as_text(found, options.tensors))
     return 0
 
 

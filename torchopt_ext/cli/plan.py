@@ -80,18 +80,11 @@ def parser() -> Parser:
     made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
-    made.add_argument(
-        "--bandwidth",
-        type=positive,
-        metavar="GB/S",
-        help="bandwidth of memory; adds the step's time",
-    )
-    made.add_argument(
-        "--network",
-        type=positive,
-        metavar="GB/S",
-        help="network bandwidth of a rank; adds the time to send",
-    )
+    for option, text in (
+        ("--bandwidth", "bandwidth of memory; adds the step's time"),
+        ("--network", "network bandwidth of a rank; adds the time to send"),
+    ):
+        made.add_argument(option, type=positive, metavar="GB/S", help=text)
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
     return made
