@@ -604,16 +604,9 @@ class FusedAdamW(FusedAdam):
         fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         bias_correction: bool = True,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
-            capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=True, max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite, process_group=process_group,
-            master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, rounding_seed=rounding_seed,
-            write_back_gradients=write_back_gradients, track=track,
-            fp32_moments=fp32_moments, bias_correction=bias_correction,
-        )  # fmt: skip
+        arguments = locals() | {"decoupled_weight_decay": True}
+        del arguments["self"], arguments["__class__"]
+        super().__init__(**arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
