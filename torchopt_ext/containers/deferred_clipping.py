@@ -132,9 +132,10 @@ def take_over(module: Any) -> None:
 
     A call with exactly the parameters of a container with deferred clipping then measures their
     norm for the container's next step. A call with the parameters of a container in backward
-    returns the measured norm if it `reports_norm`. torchtitan's function handles every other call:
-    other parameters that have gradients, another norm than the 2-norm, `error_if_nonfinite`, and a
-    `max_norm` that is not above 0. The choice must be the same on all ranks.
+    returns the norm that it measured: torchtitan would see no gradients, and a norm of 0.
+    torchtitan's function handles every other call: other parameters that have gradients, another
+    norm than the 2-norm, `error_if_nonfinite`, and a `max_norm` that is not above 0. The choice
+    must be the same on all ranks.
     """
     stock: Callable[..., Tensor] = module.clip_grad_norm_
     if getattr(stock, "torchopt_ext_defers", False):
@@ -185,5 +186,6 @@ def _container_of(parameters: Sequence[Tensor]) -> OptimizersContainer[Any] | No
             decides, most = container, len(own)
     if isinstance(decides, OptimizersInBackwardContainer):
         # Gradients that backward has left are not in the norm that it measured.
-        return decides if decides.reports_norm and all(p.grad is None for p in parameters) else None
+        measured = decides.measures_norm and all(p.grad is None for p in parameters)
+        return decides if measured else None
     return None if decides is None or decides.deferred_clipping is None else decides

@@ -62,7 +62,6 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     """
 
     measures_norm: bool  # max_grad_norm and skip_nonfinite need the norm
-    reports_norm = False  # whether a later clip_grad_norm_ of torchtitan's returns the step's norm
     _noted = False
 
     def __init__(

@@ -129,10 +129,8 @@ def build_optimizers(
         deferred=getattr(optimizer_config, "deferred_clipping", False),
     )
     built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
-    if isinstance(built, containers.OptimizersInBackwardContainer) and built.measures_norm:
-        built.reports_norm = True  # torchtitan would see no gradients, and a norm of 0
-        take_over(distributed)
-    if built.deferred_clipping is not None:
+    in_backward = isinstance(built, containers.OptimizersInBackwardContainer)
+    if in_backward or built.deferred_clipping is not None:
         take_over(distributed)
     return built
 

@@ -190,7 +190,6 @@ def test_after_clipping_in_backward_its_norm_is_returned(parts, titan):
     """torchtitan's container also leaves no gradients, so that a norm of 0 was logged."""
     kwargs = {"lr": 1e-2, "max_grad_norm": MAX_NORM}
     container = OptimizersInBackwardContainer(parts, FusedAdamW, kwargs)
-    container.reports_norm = True
     parts[1](parts[0](torch.ones(2, 5))).square().sum().backward()
     norm = titan.clip_grad_norm_(parameters(parts), MAX_NORM)
     assert torch.equal(norm, container.control.grad_norm)
