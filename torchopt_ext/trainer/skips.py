@@ -52,7 +52,3 @@ class SkippedSteps:
     def since_good(self) -> int:
         """Steps since the last step known not to be skipped, including steps not known yet."""
         return self.consecutive + len(self._coming)
-
-    @property
-    def too_many(self) -> bool:
-        return 0 < self.limit <= self.consecutive

@@ -444,7 +444,7 @@ class Trainer(Stateful):
             self.metrics_processor.log_validation(loss, self.step)
 
     def _stop_if_stuck(self) -> None:
-        if not self._skips.too_many:
+        if not 0 < self._skips.limit <= self._skips.consecutive:
             return
         newest = self.checkpointer.newest(until=self.step - self._skips.since_good)
         raise RuntimeError(

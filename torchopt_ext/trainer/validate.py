@@ -89,7 +89,12 @@ class Validator:
         for input_dict, labels in islice(self._build(job_config=self._job_config), limit):
             inputs, labels = input_dict["input"].to(trainer.device), labels.to(trainer.device)
             with trainer.train_context(), trainer.maybe_enable_amp:
-                losses.append(self._loss(inputs, labels))
+                if trainer.pp_schedule is None:
+                    losses.append(trainer.loss_fn(trainer.model_parts[0](inputs), labels))
+                else:
+                    # The schedule's loss is divided by the number of accumulated batches.
+                    loss = trainer.run_pipeline(trainer.pp_schedule.eval, inputs, labels)
+                    losses.append(loss * trainer.gradient_accumulation_steps)
         for part in trainer.model_parts:
             part.train()
         prepare_stages_again(trainer.pp_schedule)
@@ -100,11 +105,3 @@ class Validator:
                 f"{self._config.local_batch_size} x {self._config.seq_len} tokens"
             )
         return torch.stack(losses).mean()
-
-    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        trainer = self._trainer
-        if trainer.pp_schedule is None:
-            return trainer.loss_fn(trainer.model_parts[0](inputs), labels)
-        loss = trainer.run_pipeline(trainer.pp_schedule.eval, inputs, labels)
-        # The schedule's loss is divided by the number of accumulated batches.
-        return loss * trainer.gradient_accumulation_steps
