@@ -450,7 +450,10 @@ class CheckpointManager:
             rest = {key: value for key, value in rest.items() if key not in excluded}
             own = {key: rest[key] for key in self._own if key in rest}
             # All ranks' data positions: another number of ranks may need, or reject, them.
-            found = {key: dict.fromkeys(states_of.saved_names(metadata, key)) for key in own}
+            found: dict[str, Any] = {key: {} for key in own}
+            for path in (metadata.planner_data or {}).values():
+                if path[0] in own and len(path) > 1:
+                    found[str(path[0])][str(path[1])] = None
             if RNG in own:
                 found[RNG] = {name: None for name in found[RNG] if name in own[RNG].names}
             plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}

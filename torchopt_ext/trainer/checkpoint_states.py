@@ -110,12 +110,6 @@ def some(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:4], *more])
 
 
-def saved_names(metadata: Metadata, key: str) -> list[str]:
-    """Returns the names of the saved entries directly below a key."""
-    paths = [path for path in (metadata.planner_data or {}).values() if path[0] == key]
-    return list(dict.fromkeys(str(path[1]) for path in paths if len(path) > 1))
-
-
 def layout(parallelism: Parallelism, ranks: int) -> str:
     """Returns the parallel degrees as text. Equal texts mean an equal division of work."""
     return json.dumps(ParallelDims.of(parallelism, ranks).degrees())
