@@ -16,10 +16,7 @@ def check_supported(job_config: JobConfig) -> None:
     Raises:
         ConfigError: A setting is not supported or out of range. The message names all of them.
     """
-    found = [*_problems(job_config, JobConfig())]
-    if unsupported := [text for text, in_range in found if in_range]:
-        raise ConfigError(f"settings that this Trainer does not support: {'; '.join(unsupported)}")
-    wrong = [text for text, _ in found]
+    wrong = [*_problems(job_config, JobConfig())]
     if not 0 <= job_config.lr_scheduler.lr_min <= 1:
         wrong.append(f"lr_scheduler.lr_min is {job_config.lr_scheduler.lr_min}, expected 0 to 1")
     for name, kind in settings_of(type(job_config)).items():
@@ -49,11 +46,10 @@ def check_supported(job_config: JobConfig) -> None:
         raise ConfigError("; ".join(wrong))
 
 
-def _problems(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Describes settings that `only` and `at_least` reject, and says of each if it is in range.
+def _problems(config: Any, default: Any, prefix: str = "") -> Iterator[str]:
+    """Describes settings that `only` and `at_least` reject, also where a field is replaced.
 
-    It looks at JobConfig's fields, also where one is replaced. Numbers must also be finite. None,
-    for a default, is allowed.
+    Numbers must also be finite. None, for a default, is allowed.
     """
     for field in fields(default):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
@@ -62,12 +58,12 @@ def _problems(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str
             yield from _problems(value, usual, f"{name}.")
         # None and "" both mean "not set"
         elif (why := field.metadata.get("why")) and (value or None) != (usual or None):
-            yield f"{name} is {value!r}, but {why}", True
+            yield f"{name} is {value!r}, which this Trainer does not support: {why}"
         elif value is not None and (bounds := field.metadata.get("bounds")):
             least, end = bounds
             if not least <= value < end:
                 also = f" and less than {end}" if end < math.inf else ""
-                yield f"{name} is {value}, expected a number of {least} or more{also}", False
+                yield f"{name} is {value}, expected a number of {least} or more{also}"
 
 
 def _get(config: Any, name: str) -> Any:

@@ -466,6 +466,8 @@ def test_every_setting_is_read_or_rejected() -> None:
         field = name.rpartition(".")[2]
         if "why" in field_of(name).metadata:
             known, value = True, get(JobConfig(), name)
-            with pytest.raises(ConfigError, match=f"not support: {name} is .*, but "):
+            with pytest.raises(
+                ConfigError, match=f"{name} is .*, which this Trainer does not support: "
+            ):
                 check_supported(changed(name, 1 if value is None else not value))
         assert known or f".{field}" in source or f'"{field}' in source, name
