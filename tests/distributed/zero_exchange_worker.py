@@ -444,7 +444,7 @@ def cases() -> dict[str, Callable[[], None]]:
             "cannot send a UninitializedParameter", torch.nn.UninitializedParameter()
         ),
         "part of a float": lambda: unsendable(
-            "is a float, expected a tensor", 1.0, whole=torch.empty(3)
+            "is of type float, expected a tensor", 1.0, whole=torch.empty(3)
         ),
         "memory": memory,
         "late state": lambda: late(

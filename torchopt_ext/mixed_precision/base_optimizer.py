@@ -28,7 +28,7 @@ class BaseOptimizer(HookedStep, Optimizer):
 
     def __init__(self, optim: Optimizer) -> None:
         if not isinstance(optim, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optim).__name__}")
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optim).__name__}")
         self.optim = optim
         super().__setstate__({})  # creates tables of hooks, but no param groups
 

@@ -96,7 +96,7 @@ def _offloader_of(optimizer: Any) -> Offloader:
     """Returns the optimizer's offloader, and creates it at the first call."""
     optimizer = inner_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owner: Any = optimizer
     if getattr(owner, "_offloader", None) is None:
         owner._offloader = Offloader(optimizer)

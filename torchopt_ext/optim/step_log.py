@@ -151,10 +151,11 @@ def log_to(
     """
     optimizer = inner_optimizer(optimizer)
     if not hasattr(optimizer, "control"):
-        raise TypeError(f"a {type(optimizer).__name__} has no control to log")
+        raise TypeError(f"no control to log in an optimizer of type {type(optimizer).__name__}")
     if not (callable(writer) or hasattr(writer, "add_scalar")):
         raise TypeError(
-            f"a {type(writer).__name__} neither has add_scalar nor can be called with a dict"
+            f"a writer of type {type(writer).__name__} neither has add_scalar nor can be called "
+            "with a dict"
         )
     expect_counts(every=every, first_step=first_step)
     if not isinstance(prefix, str):

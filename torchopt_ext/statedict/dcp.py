@@ -312,7 +312,7 @@ def storable(value: Any, where: str = "") -> Any:
             return kind(value)
     if value is None or isinstance(value, torch.dtype | torch.device):
         return value
-    raise TypeError(f"{where} is a {type(value).__name__}, expected a plain value")
+    raise TypeError(f"{where} is of type {type(value).__name__}, expected a plain value")
 
 
 # ---- metadata: a pickle, which could run any code when torch's readers load it -------------------
@@ -396,7 +396,7 @@ class Reader(FileSystemReader):
             try:
                 found = _Unpickler(stream).load()
                 if not isinstance(found, Metadata):
-                    raise TypeError(f"it is a {type(found).__name__}")
+                    raise TypeError(f"it is of type {type(found).__name__}")
                 for name in {
                     stored.relative_path for stored in (found.storage_data or {}).values()
                 }:

@@ -155,7 +155,7 @@ def as_step(step: Any, device: torch.device) -> Tensor:
 def shape_problem(value: Any, like: Tensor) -> str | None:
     """Returns a problem unless a tensor has the shape and the placement of ``like``."""
     if not isinstance(value, Tensor):
-        return f"is a {type(value).__name__}, expected a tensor of shape {tuple(like.shape)}"
+        return f"is of type {type(value).__name__}, expected a tensor of shape {tuple(like.shape)}"
     if value.shape != like.shape:
         return f"has shape {tuple(value.shape)}, expected {tuple(like.shape)}"
     if not same_placement(value, like):
@@ -175,7 +175,7 @@ def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) 
     if dtype is not None:
         fits = local.dtype == dtype
     if inner_tensors(local):
-        return f"is a {type(local).__name__}, expected a plain tensor"
+        return f"is of type {type(local).__name__}, expected a plain tensor"
     if not fits or local.layout is not torch.strided or local.is_meta:
         return (
             f"is {local.dtype}, {local.layout}, on {local.device}; expected a dense "

@@ -140,7 +140,7 @@ def read_weights(
         ValueError: weights are missing or do not fit; the message lists the problems.
     """
     if not isinstance(given, Mapping):
-        raise TypeError(f"got a {type(given).__name__}, expected weights by parameter or name")
+        raise TypeError(f"got {type(given).__name__}, expected weights by parameter or name")
     pairs, problems = [], []
     known = set()
     of_name = {unwrapped(key): value for key, value in given.items() if isinstance(key, str)}

@@ -477,9 +477,9 @@ WRONG = {
     "kind": (
         f"state.{BIAS}.exp_avg",
         {},
-        rf"'state\.{BIAS}\.exp_avg' is a dict, expected a tensor of shape \(5,\)",
+        rf"'state\.{BIAS}\.exp_avg' is of type dict, expected a tensor of shape \(5,\)",
     ),
-    "number": (f"state.{BIAS}.exp_avg", 0.0, "is a float, expected a tensor"),
+    "number": (f"state.{BIAS}.exp_avg", 0.0, "is of type float, expected a tensor"),
     "step": (f"state.{BIAS}.step", torch.zeros(2), "expected a count of steps"),
     "lr": (f"param_groups.{BIAS}.lr", "fast", r"lr' is 'fast', expected a value like 0\.01"),
     "betas": (f"param_groups.{BIAS}.betas", (0.9,), r"betas' is \(0\.9,\), expected"),

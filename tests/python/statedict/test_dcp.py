@@ -202,7 +202,7 @@ def file_elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (no_metadata, RuntimeError, r"ValueError: .*\.metadata is not .*: it is a dict"),
+        (no_metadata, RuntimeError, r"ValueError: .*\.metadata is not .*: it is of type dict"),
         (cut_metadata, RuntimeError, r"ValueError: .*\.metadata is not a checkpoint's metadata"),
         (file_elsewhere, RuntimeError, r"\.\./saved/.* is not in the checkpoint's folder"),
         (truncate, RuntimeError, "reading the optimizer state: rank 0"),

@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda given: given.update({"2.bias": torch.ones(3, dtype=BF16)}),
         "'2.bias' is torch.bfloat16.*float32",
     ),
-    "no tensor": (lambda given: given.update({"2.bias": 1.0}), "'2.bias' is a float"),
+    "no tensor": (lambda given: given.update({"2.bias": 1.0}), "'2.bias' is of type float"),
     "stranger": (lambda given: given.update({torch.ones(7): torch.ones(7)}), r"a \(7,\) tensor"),
 }
 
@@ -285,7 +285,7 @@ def test_names_and_masters_have_to_be_there() -> None:
         OptimizersContainer([model], torch.optim.AdamW, {}).refresh_masters(from_=given)
     model[2].requires_grad_(False)  # type: ignore[index]
     optimizer = FusedAdamW(model.named_parameters(), master_weights="fp32")
-    with pytest.raises(TypeError, match="got a list, expected weights by parameter or name"):
+    with pytest.raises(TypeError, match="got list, expected weights by parameter or name"):
         optimizer.refresh_masters(from_=[*given.values()])  # type: ignore[arg-type]
     optimizer.refresh_masters(from_=given)  # also sets frozen parameters, which have no master yet
     assert_same_bits([model[2].weight], [given["2.weight"].to(BF16)])  # type: ignore[index]
