@@ -59,7 +59,7 @@ def test_torchao(one_rank: None, theirs: str, kind: str) -> None:
             assert_same_bits([value], [state_of(twin)[param][name]])
     held: Any = OptimizersContainer([model], FusedAdamW, {})
     flat = held.state_dict() | {"state.weight.exp_avg": optimizer.state[model.weight]["exp_avg"]}
-    with pytest.raises(ValueError, match=r"exp_avg.* is of type OptimState\w+, expected a plain tensor"):
+    with pytest.raises(ValueError, match=r"is of type OptimState\w+, expected a plain tensor"):
         held.load_state_dict(flat)
 
 
