@@ -184,10 +184,10 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                 }
                 local_optimizer.copy_settings(groups, zero.optim.param_groups)
             local_optimizer.sync(zero)
+            zero.partition.written()  # loaded masters do not follow what was written before
             zero._consolidated, zero._has_state = None, any(have_state)
         with fail_together(zero.process_group):  # only now: a hook may communicate
             run_hooks(zero, "load_state_dict_post")
-    zero.partition.written()  # loaded masters do not follow what was written before
 
 
 # ---- torch.distributed.checkpoint ----------------------------------------------------------------
