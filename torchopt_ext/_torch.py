@@ -151,6 +151,12 @@ def is_to_be_filled() -> bool:
     return GET_STATE in names[:3] and "_load_optim_state_dict" in names
 
 
+def is_gathered() -> bool:
+    """Returns whether get_optimizer_state_dict(full_state_dict=True) calls state_dict()."""
+    asking = [frame.f_locals for frame in _callers(3) if frame.f_code.co_name == GET_STATE]
+    return any(known["info"].full_state_dict for known in asking)
+
+
 def is_hook_table(attribute: str) -> bool:
     """Returns whether an optimizer's attribute is a table of hooks, which copies leave out."""
     return attribute.startswith("_optimizer_")

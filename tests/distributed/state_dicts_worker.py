@@ -135,6 +135,8 @@ WAYS: dict[str, Way] = {
     "full, flat": lambda s, t, _: through_torch(s, t, full_state_dict=True, **FLAT),
     "sent": lambda s, t, _: through_torch(s, t, full_state_dict=True, sent=True),
     "sent, replicated": lambda s, t, _: through_torch(s, t, full_state_dict=True, sent=True),
+    "one process": lambda s, t, _: through_torch(s, t, full_state_dict=True),
+    "one process, sent": lambda s, t, _: through_torch(s, t, full_state_dict=True, sent=True),
     "by index": lambda s, t, _: by_index(s, t),
     "accelerate": lambda s, t, path: accelerate_sharded(path, t),
     "in place": lambda s, t, path: dcp.load({"numbered": t.optimizer}, checkpoint_id=path),
@@ -148,8 +150,6 @@ def rejected(way: str, saved: list[set[str]], held: list[set[str]]) -> bool:
     pairs = [*zip(saved, held, strict=True)]
     if way in ("full, flat", "by index"):
         return True  # a KeyError of torch's
-    if way == "sent, replicated":
-        return any("remainder" in s for s, _ in pairs)  # gloo does not send int16
     if way in ("accelerate", "in place"):
         return any(h - s for s, h in pairs)
     if "flat" in way:
@@ -166,12 +166,12 @@ def moves(kind: str, kept: str) -> None:
     expected.step(7)
     path, wrong = checkpoint_of(source, kind), []
     for name, way in WAYS.items():
-        replicated = name == "sent, replicated"  # as under DDP
+        replicated, unsharded = name == "sent, replicated", name.startswith("one process")
         target = Job(kept, 2, 1, sharded=not replicated)
         before = target.values()
         error: BaseException | None = None
         try:
-            way(alone if replicated else source, target, path)
+            way(alone if replicated or unsharded else source, target, path)
         except BaseException as problem:  # DCP raises CheckpointException, a BaseException
             error = problem
         raised = gathered(error is not None)

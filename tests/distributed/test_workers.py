@@ -50,7 +50,7 @@ def worker(
         worker("step_rejection", {2: 80}, NEWEST, seconds=300),
         worker("zero_checkpoint", {1: 14, 4: 8, 3: 8, 2: 29}, NEWEST, seconds=240),
         worker("zero_exchange", {3: 30}, NEWEST),
-        worker("zero_faults", {2: 180, 4: 21}, NEWEST),
+        worker("zero_faults", {2: 188, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
         worker("zero_misuse", {2: 22}),
         worker("zero_random", {2: 48}),

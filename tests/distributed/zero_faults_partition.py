@@ -12,6 +12,7 @@ import torch.distributed.optim as stock
 from rank_cases import gathered
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -23,6 +24,7 @@ from zero_faults_common import (
     Traffic,
     assert_same,
     clones,
+    layers,
     named_groups,
     parameters,
     place,
@@ -236,6 +238,29 @@ def torchs_state_dict(kind: str, **options: Any) -> None:
     assert_same(list(twins[0].parameters()), list(twins[1].parameters()))
 
 
+def torchs_state_dict_of_layers(kind: str, **options: Any) -> None:
+    """torch's functions move what each rank has, or raise on all ranks and change nothing."""
+    source, target = layers(3), layers(3)
+    zero, loaded = (zero_over(m.parameters(), kind, **options) for m in (source, target))
+    for step, model, optimizer in ((0, source, zero), (1, source, zero), (5, target, loaded)):
+        train(optimizer, [*model.parameters()], range(step, step + 1))
+        optimizer.zero_grad()
+    before = snapshot(loaded)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    nested = StateDictOptions(strict=False)
+    found = [get_optimizer_state_dict(source, zero, options=form) for form in (flat, nested)]
+    less = {**found[1], "state": dict([*found[1]["state"].items()][1:])}
+    for given, form in ((found[0], flat), (found[1], nested), (less, nested)):
+        if given is less or (form is flat and "partition" in options):
+            with raises(ValueError, "is missing", "strict=False"):
+                set_optimizer_state_dict(target, loaded, given, options=form)
+            assert_same(snapshot(loaded), before)
+            continue
+        set_optimizer_state_dict(target, loaded, given, options=form)
+        before = snapshot(loaded)
+        assert_same(before["state"], snapshot(zero)["state"])
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 ODDITIES = {  # and what the message names
@@ -258,6 +283,9 @@ def cases_of_two() -> Cases:
     modes = {**PARTITIONS, "sharded": {**PARTITIONS["balanced"], "sharded_gradients": True}}
     for kind, (mode, options) in product(KINDS, modes.items()):
         found[f"torch's state dict, {kind}, {mode}"] = partial(torchs_state_dict, kind, **options)
+        if kind != "SGD":
+            case = partial(torchs_state_dict_of_layers, kind, **options)
+            found[f"torch's state dict of layers, {kind}, {mode}"] = case
     for how in ("shape", "count", "dtype", "known"):
         found[f"added other {how}"] = partial(other_group, how)
     return found

@@ -53,6 +53,7 @@ from torchopt_ext.optim.quantized import (
 from torchopt_ext.optim.storage import (
     MASTER,
     MASTER_WEIGHTS,
+    REMAINDER,
     SIXTEEN_BIT,
 )
 from torchopt_ext.statedict.dcp import Path as KeyPath
@@ -231,10 +232,12 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         entries.append(own[kinds[0]])
     weights.find(entries, wanted)
     for entry in entries:
-        path = named(source, entry, wanted)
-        make = functools.partial(weights.as_kind, entry, wanted)
+        path, dtype = named(source, entry, wanted), MASTERS[wanted]
+        if path[-1] == REMAINDER and not str(path[-2]).isdigit():
+            dtype = torch.int32  # torch's set_optimizer_state_dict cannot scatter int16
+        make = functools.partial(weights.as_kind, entry, wanted, dtype)
         shape = source.tensors[entry.key].shape
-        new[".".join(map(str, path))] = New(path, shape, MASTERS[wanted], make)
+        new[".".join(map(str, path))] = New(path, shape, dtype, make)
     return new
 
 

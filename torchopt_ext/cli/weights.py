@@ -85,10 +85,10 @@ class Weights:
                 f"{list(like.shape)}"
             )
 
-    def as_kind(self, entry: Entry, wanted: str) -> Tensor:
+    def as_kind(self, entry: Entry, wanted: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a parameter's master weight or remainder, from an entry as in :meth:`find`."""
         if entry.kind == wanted:
-            return self.source.tensor(entry.key)
+            return self.source.tensor(entry.key).to(dtype)
         if entry.kind == MASTER:
             exact = self.source.tensor(entry.key)
         else:
@@ -96,7 +96,7 @@ class Weights:
             if entry.kind in REMAINDERS:
                 exact = join_master(exact, self.source.tensor(entry.key))
         exact = exact.float()
-        return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1]
+        return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1].to(dtype)
 
 
 def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
 from torchopt_ext._C import Identity
-from torchopt_ext._torch import is_dtensor, is_to_be_filled, run_eagerly
+from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
@@ -35,6 +35,7 @@ from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import (
     MASTER,
+    REMAINDER,
     MasterWeights,
     StateDtype,
     Storage,
@@ -339,6 +340,8 @@ class FusedAdam(HookedStep, PlannedStep):
                 from torchopt_ext.optim.gathered import Handed  # needs torch.distributed.tensor
 
                 entry.update({name: Handed.of(value) for name, value in sharded.items()})
+            elif REMAINDER in entry and is_gathered():  # neither gloo nor NCCL sends int16
+                entry[REMAINDER] = entry[REMAINDER].to(torch.int32)
         return packed
 
     @run_eagerly

@@ -65,6 +65,8 @@ BY_NAME = "flat, as containers and torch's flatten_optimizer_state_dict=True hav
 WITH_BASE = "FSDPadaptOptimizer's"
 """Layouts of optimizers' state dicts, worded to follow "the state dict is"."""
 
+MISSING = "is missing (a flat dict drops other kinds of masters and moments: load the nested dict)"
+
 CONTROL_KEY = "torchopt_ext.control"
 """The entry of the first parameter's state for a control block's counts and loss scale.
 
@@ -123,10 +125,7 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
             return step_problem(value)
         if name in MASTERS:
             if isinstance(value, Mapping):
-                return (
-                    "is missing. From a flat dict, torch drops masters of another kind: set the "
-                    "nested dict, or call torchopt_ext.statedict.dcp.load"
-                )
+                return MISSING
             return tensor_problem(value, param, MASTERS[name])
         if name in SHAPED_LIKE_PARAM and not (name == "momentum_buffer" and value is None):
             return tensor_problem(value, param)

@@ -20,6 +20,7 @@ from torchopt_ext.statedict.entries import (
     ABSENT,
     CONTROL_KEY,
     MASTERS,
+    MISSING,
     as_held,
     control_fields,
     control_problem,
@@ -32,6 +33,7 @@ from torchopt_ext.statedict.entries import (
 from torchopt_ext.statedict.moments import code_problems, has_codes
 
 _NEEDED = {"lr", "betas", "eps", "weight_decay"}  # options of a group in any version of torch
+_REGROUPED = "build the groups that were saved, or save with flatten_optimizer_state_dict=True"
 
 SHOWN = 5
 """How many problems a message has in full."""
@@ -107,7 +109,7 @@ class Loaded:
         for slot in self.slots:
             for name in required or () if slot.entry else ():
                 if name not in slot.entry and OTHER_FORM.get(name) not in slot.entry:
-                    yield f"{slot.called(name)} is missing"
+                    yield f"{slot.called(name)} {MISSING}"
             yield from slot.problems(optimizer)
             for name, value in slot.entry.items() if not parts else ():
                 if hasattr(value, "__create_chunk_list__") and not is_dtensor(value):
@@ -125,10 +127,7 @@ class Loaded:
 
 def _lacks(names: Iterable[str], group: Mapping[str, Any], optimizer: Any) -> str:
     if group.keys() <= {"params", "param_names"}:  # torch's set_optimizer_state_dict left it so
-        return (
-            "has no options, since its parameters were saved in other groups: build the groups "
-            "that were saved, or save with StateDictOptions(flatten_optimizer_state_dict=True)"
-        )
+        return f"has no options, since its parameters were saved in other groups: {_REGROUPED}"
     kind, lacking = type(optimizer).__name__, ", ".join(sorted(names))
     return f"lacks {lacking}, which {kind} needs: it is another optimizer's"
 
@@ -222,7 +221,7 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         )
         return
     if len(saved) != len(groups):
-        yield f"it has {len(saved)} parameter groups, expected {len(groups)}"
+        yield f"it has {len(saved)} parameter groups, expected {len(groups)}: {_REGROUPED}"
     for number, (group, own) in enumerate(zip(saved, groups, strict=False)):
         ids = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral | str) for i in ids):

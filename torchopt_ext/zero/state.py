@@ -29,6 +29,7 @@ from torchopt_ext.statedict.loaded import (
     Slot,
     largest_step,
     load_whole,
+    names_params,
     raise_problems,
     read_indexed,
     undone_if_raised,
@@ -141,8 +142,17 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         if isinstance(zero.optim, FusedAdam):
             loaded.slots = [*map(dequantized, loaded.slots)]
         raise_problems(loaded.problems(zero.optim, parts=True))
-        owned = {part.param for part in parts}
+        owned = {part.param: part for part in parts}
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}
+        if names_params(hooked):  # torch's functions know nothing of other ranks and of parts
+            fused = isinstance(zero.optim, FusedAdam) and hooked["state"]
+            lost = [p for p, slot in slot_of.items() if p.requires_grad and not slot.entry]
+            if lost := [p for p in lost if fused or zero.optim.state.get(owned[p].tensor)]:
+                raise ValueError(
+                    f"{slot_of[lost[0]].called('the state')} is missing ({len(lost)} in all). "
+                    "set_optimizer_state_dict loads what this rank saved, nested, by strict=False; "
+                    "load_state_dict and torchopt_ext.statedict.dcp.load load a whole state"
+                )
         slots = []
         for part in parts:
             slot = slot_of[part.param]

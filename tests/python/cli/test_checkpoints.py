@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.cli import convert
@@ -251,6 +252,20 @@ def test_convert_changes_masters_and_formats_without_loss(
     for which, stepped in ((model, optimizer), (other, masters)):
         train(which, stepped, seed=2)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_remainders_by_name_are_int32(run: Run, tmp_path: Path) -> None:
+    """torch scatters tensors of a dict by names, which neither gloo nor NCCL can for int16."""
+    model, optimizer = trained(master_weights="fp32")
+    torch.save(get_optimizer_state_dict(model, optimizer), tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--master-weights", "remainder")
+    states = loaded(tmp_path / "b.pt")
+    assert {entry["remainder"].dtype for entry in states["state"].values()} == {torch.int32}
+    taken = FusedAdamW(model.named_parameters(), lr=1e-2, master_weights="remainder")
+    taken.load_state_dict(states)
+    for param, entry in optimizer.state.items():
+        exact = join_master(param.detach(), taken.state[param]["remainder"])
+        torch.testing.assert_close(exact, entry["master_weight"], rtol=2**-23, atol=0)
 
 
 def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def flattened(state_dict: dict[str, Any]) -> None:
 
 
 BAD_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "no groups": (group_removed, "parameter groups"),
+    "no groups": (group_removed, "parameter groups.*build the groups that were saved"),
     "parameter missing": (parameter_removed, "size of the optimizer's group"),
     "wrong shape": (replaced("exp_avg", torch.zeros(3)), "exp_avg"),
     "wrong shape of the second moment": (replaced("exp_avg_sq", torch.zeros(3)), "exp_avg_sq"),

@@ -240,6 +240,22 @@ def test_masters_of_another_kind_come_whole_through_a_full_state_dict(
         torch.testing.assert_close(mine, other, rtol=2**-23, atol=0)
 
 
+@pytest.mark.parametrize("saved_as", ["int8", "fp32"])
+def test_a_flat_dict_without_the_moments_says_the_way(one_rank: None, saved_as: str) -> None:
+    """torch drops entries that the optimizer does not have."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = nn.Linear(64, 4)
+    saving, loading = (
+        FusedAdamW(model.parameters(), **ADAM, state_dtype="int8" if kind else None)
+        for kind in (saved_as == "int8", saved_as == "fp32")
+    )
+    train(model, saving, range(2))
+    train(model, loading, range(2))
+    saved = get_optimizer_state_dict(model, saving, options=options)
+    with pytest.raises(ValueError, match=r"is missing \(a flat dict .* the nested dict"):
+        set_optimizer_state_dict(model, loading, saved, options=options)
+
+
 def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) -> None:
     """torch also passes this optimizer's own scales."""
     options = StateDictOptions(full_state_dict=True)
