@@ -62,6 +62,9 @@ class WeightMarks:
         ``params`` are the shards themselves, or the DTensors around them.
         """
 
+def followed(master: Tensor, weight: Tensor) -> Tensor:
+    """Returns the master as :func:`take_weight` would leave it."""
+
 def take_weight(master: Tensor, weight: Tensor) -> None:
     """Sets the elements of a master that do not round to the weight to the weight."""
 

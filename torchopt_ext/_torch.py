@@ -299,6 +299,14 @@ def fsdp_params(module: Any) -> list[Any]:
     return [param for group in groups for param in group.fsdp_params]
 
 
+def fsdp_modules() -> list[Any]:
+    """Returns all modules to which FSDP2 or another composable API was applied: torch lists them
+    for itself only, and an optimizer knows no module."""
+    from torch.distributed import _composable_state
+
+    return [*_composable_state._module_state_mapping]
+
+
 def is_flat(param: Any) -> bool:
     """Returns whether FullyShardedDataParallel (FSDP1) has flattened a parameter."""
     return bool(getattr(param, "_fsdp_flattened", False))

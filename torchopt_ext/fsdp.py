@@ -2,7 +2,6 @@
 
 import inspect
 import weakref
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,11 @@ from torchopt_ext._C import renew_copy
 from torchopt_ext._torch import (
     add_gather_extension,
     fsdp_params,
-    is_dtensor,
     local_shard,
-    optimizer_writes_copies,
-    register_copy_invalidation_hook,
     set_local_shard,
     version,
 )
-from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 __all__ = ["keep_low_precision_shards"]
@@ -58,8 +54,7 @@ def keep_low_precision_shards(model: nn.Module) -> None:
             device, is offloaded to the CPU (``CPUOffloadPolicy``) or is resharded to a smaller mesh
             (a number as ``reshard_after_forward``). Nothing is changed.
     """
-    cast = {module: list(filter(_is_cast, fsdp_params(module))) for module in model.modules()}
-    params = [param for own in cast.values() for param in own]
+    params = [p for module in model.modules() for p in filter(_is_cast, fsdp_params(module))]
     if not params:
         raise ValueError(
             "found no trainable float32 parameter that FSDP2 gathers in 16 bits, expected "
@@ -70,27 +65,11 @@ def keep_low_precision_shards(model: nn.Module) -> None:
         if problem := _problem(param):
             name = names.get(param.sharded_param, tuple(param.sharded_param.shape))
             raise ValueError(f"parameter {name!r} {problem}")
-    for module, own in cast.items():
-        made = [_Copy(param) for param in own if _copy_of(param) is None]
-        if made:
-            hook = _notice_aliases(made)
-            module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
     for param in params:
+        if _copy_of(param) is None:
+            _Copy(param)
         renew_copy(_copy_of(param), local_shard(param.sharded_param))
-    register_copy_invalidation_hook(_count_step)
-
-
-def _count_step(optimizer: Any, *_: Any) -> None:
-    """Outdates copies after a step: foreach and fused kernels on DTensors count no change."""
-    if not optimizer_writes_copies(optimizer):
-        outdate_copies(params_of(optimizer))
-
-
-def outdate_copies(params: Iterable[Tensor]) -> None:
-    """Makes all-gathers cast these parameters' shards until the next step writes the copies."""
-    for param in params:
-        if is_dtensor(param) and hasattr(shard := local_shard(param), "low_precision_copy"):
-            increment_version(shard)
+    watch_weights(param.sharded_param for param in params)
 
 
 def _copy_of(param: Any) -> Any:
@@ -118,16 +97,6 @@ def _problem(param: Any) -> str | None:
             "tensors; expected reshard_after_forward=True or False"
         )
     return None
-
-
-def _notice_aliases(copies: Sequence["_Copy"]) -> Any:
-    """Returns a state_dict hook that outdates the copies: the dict's tensors may be written to."""
-
-    def hook(*_: Any) -> None:
-        for copy in copies:
-            increment_version(copy.shard)
-
-    return hook
 
 
 class _Copy:

@@ -12,16 +12,21 @@ namespace torchopt_ext {
 
 // What of a weight changes with a write: its memory (`param.data = ...`) and its version counters.
 // Operators on a DTensor count on the DTensor, operators on its shard on the shard. Keeps counters
-// alive but no tensors, so no other weight ever fits. A tensor of inference mode never fits.
+// and the storage's empty object, but no memory: other memory may get the weight's address, and no
+// other storage or weight ever fits. A tensor of inference mode never fits.
 class WeightMark {
  public:
   // `param`: the shard itself, or the DTensor or other wrapper subclass around it.
   WeightMark(const c10::TensorImpl& param, const c10::TensorImpl& shard)
-      : memory_(address(shard)), counters_{param.version_counter(), shard.version_counter()} {
+      : memory_(address(shard)),
+        storage_(shard.unsafe_storage().getWeakStorageImpl()),
+        counters_{param.version_counter(), shard.version_counter()} {
     renew();
   }
   bool fits(const c10::TensorImpl& param, const c10::TensorImpl& shard) const {
-    return address(shard) == memory_ && shares_version(counters_[0], param.version_counter()) &&
+    return address(shard) == memory_ &&
+           shard.unsafe_storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
+           shares_version(counters_[0], param.version_counter()) &&
            shares_version(counters_[1], shard.version_counter()) && versions() == versions_;
   }
   void renew() { versions_ = versions(); }  // after a step has written to the weight
@@ -33,6 +38,7 @@ class WeightMark {
                : uint64_t{counters_[0].current_version()} + counters_[1].current_version();
   }
   const void* memory_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   std::array<c10::VariableVersion, 2> counters_;
   uint64_t versions_ = 0;
 };
@@ -42,14 +48,18 @@ struct WeightMarks {
   std::vector<WeightMark> marks;
 };
 
-// Sets the elements of a master that do not round to the weight to the weight. The others keep
+// Returns a master whose elements that do not round to the weight are the weight's. The others keep
 // their bits. Leaves a tensor that cannot be compared to the checks of a step, which name it.
-inline void take_weight(const at::Tensor& master, const at::Tensor& weight) {
-  if (address(*master.unsafeGetTensorImpl()) != nullptr && master.sizes() == weight.sizes() &&
-      address(*weight.unsafeGetTensorImpl()) != nullptr) {
-    const at::Tensor now = weight.detach().to(master.device());
-    master.copy_(at::where(master.to(now.scalar_type()).eq(now), master, now));
+inline at::Tensor followed(const at::Tensor& master, const at::Tensor& weight) {
+  if (address(*master.unsafeGetTensorImpl()) == nullptr || master.sizes() != weight.sizes() ||
+      address(*weight.unsafeGetTensorImpl()) == nullptr) {
+    return master;
   }
+  const at::Tensor now = weight.detach().to(master.device());
+  return at::where(master.to(now.scalar_type()).eq(now), master, now);
+}
+inline void take_weight(const at::Tensor& master, const at::Tensor& weight) {
+  master.copy_(followed(master, weight));
 }
 
 }  // namespace torchopt_ext

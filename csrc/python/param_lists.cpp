@@ -192,6 +192,7 @@ void add_param_lists(py::module_& m) {
            }),
            py::arg("params") = py::list(), py::arg("shards") = py::list())
       .def("renew", renew_marks, py::arg("params"), py::arg("shards"));
+  m.def("followed", followed, py::arg("master"), py::arg("weight"));
   m.def("take_weight", take_weight, py::arg("master"), py::arg("weight"));
   m.def("scaled_copy_", scaled_copy_list, py::arg("to"), py::arg("from_"), py::arg("control"),
         py::kw_only(), py::arg("unscale"));

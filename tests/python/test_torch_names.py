@@ -157,6 +157,7 @@ def test_names_of_dtensors() -> None:
         sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
         records = _torch.fsdp_params(sharded)
         assert [record.sharded_param for record in records] == [*sharded.parameters()]
+        assert sharded in _torch.fsdp_modules()
         _torch.set_local_shard(tensor, shard := torch.ones(4, 3))
         assert _torch.local_shard(tensor) is shard
         for name in ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "mesh_info",

@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdam, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.optim.local import local_tensor
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ..distributed.rank_cases import counted_calls
@@ -79,11 +85,21 @@ def exchange(model: nn.Module) -> None:
         p.copy_(value)
 
 
-def other_optimizer(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    torch.optim.SGD(model.parameters(), lr=0.05, foreach=False).step()
-    model.zero_grad()
+def other_optimizer(kernel: str) -> Callable[[nn.Module], None]:
+    def step(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        kernels: Any = {"foreach": kernel == "foreach", "fused": kernel == "fused"}
+        torch.optim.Adam(model.parameters(), lr=0.05, **kernels).step()
+        model.zero_grad()
+
+    return step
+
+
+def read_into_state_dict(model: nn.Module) -> None:
+    """As torch.distributed.checkpoint.load reads."""
+    for value in get_model_state_dict(model).values():
+        local_tensor(value).mul_(0.5)
 
 
 def foreach(model: nn.Module) -> None:
@@ -100,20 +116,31 @@ def replace_memory_by_vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
 
 
+def replace_memory_at_its_address(model: nn.Module) -> None:
+    """As the allocator may place what is loaded after weights were freed."""
+    for p in model.parameters():
+        memory = torch.from_numpy(p.detach().view(torch.int16).numpy()).view(p.dtype)
+        p.data = memory.mul_(-1.25)
+
+
 WRITES: dict[str, Callable[[nn.Module], None]] = {
     "load_state_dict": load,
     "clamp_": lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()],
     "mask": mask,
     "rows": rows,
     "exchange": exchange,
-    "optimizer": other_optimizer,
+    "optimizer": other_optimizer("for-loop"),
+    "foreach optimizer": other_optimizer("foreach"),
+    "fused optimizer": other_optimizer("fused"),
+    "state dict": read_into_state_dict,
     "detach": lambda model: [p.detach().neg_() for p in model.parameters()],
     "init": lambda model: [nn.init.constant_(p, 0.5) for p in model.parameters()],
     "foreach": foreach,
     "memory": replace_memory,
+    "address": replace_memory_at_its_address,
     "vector": replace_memory_by_vector,
 }
-NOT_ON_DTENSORS = ("foreach", "memory", "vector")  # count no change, or change nothing
+NOT_ON_DTENSORS = ("foreach", "memory", "address", "vector")  # count no change, or change nothing
 
 
 class Job:
@@ -182,7 +209,8 @@ def test_a_write_takes_effect_where_it_was_made(write: str, kind: str) -> None:
         for now, old, master in zip(written, before, masters, strict=True)
     ]
     assert (write == "exchange") == all(map(torch.equal, written, before))
-    assert_same_bits(job.masters(), expected)  # what is saved now fits the weights
+    if "adapted" in kind:  # its masters set the weights that load them
+        assert_same_bits(job.masters(), expected)
     fresh.optimizer.refresh_masters(
         from_=dict(zip(fresh.model.parameters(), expected, strict=True))
     )
@@ -197,16 +225,18 @@ def test_a_write_takes_effect_where_it_was_made(write: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_writes_of_the_library_are_no_writes_of_user_code(kind: str) -> None:
-    """Masters are compared with weights where there is no trace of a step of this optimizer, and
-    where user code has written: one weight, once."""
+    """Masters are compared with weights after a load, and where user code has written: one weight,
+    once."""
     job = Job(kind)
     job.step(2)
+    saved = saved_state(job)
     with counted_calls(torch.ops.aten.where.self) as passes:
         job.step(2)
-        if kind != "in backward":  # its optimizers are stepped jointly, and saved one by one
-            job.optimizer.load_state_dict(saved_state(job))
-        job.step(2)
         assert not passes
+        job.optimizer.load_state_dict(saved)
+        job.step(2)
+        assert len(passes) == (0 if "adapted" in kind else len([*job.model.parameters()]))
+        passes.clear()
         with torch.no_grad():
             next(job.model.parameters()).add_(1.0)
         job.step(3)
@@ -263,21 +293,71 @@ def test_weights_and_masters_are_loaded_in_either_order(first: str, kind: str) -
     assert_same_bits(resumed.masters(), job.masters())
 
 
-@pytest.mark.parametrize("kind", [*SINGLE, "container"])
-def test_masters_that_are_loaded_replace_what_was_written_before(kind: str) -> None:
-    """A container loads into the masters that it has, which follow the weights."""
-    job, resumed = Job(kind), Job(kind)
-    for one in (job, resumed):
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if "adapted" not in kind])
+@pytest.mark.parametrize("resumed", ["live", "fresh"])
+@pytest.mark.parametrize("first", ["weights", "optimizer"])
+def test_weights_that_loaded_masters_do_not_round_to_are_kept(
+    first: str, resumed: str, kind: str
+) -> None:
+    """As averaged weights that are loaded with the optimizer's checkpoint."""
+    job = Job(kind)
+    job.step(2)
+    state = saved_state(job)
+    averaged = {name: 0.9 * p for name, p in job.model.state_dict().items()}
+    if resumed == "fresh":
+        job = Job(kind)
+    loads = [
+        lambda: job.model.load_state_dict(averaged),
+        lambda: job.optimizer.load_state_dict(state),
+    ]
+    for load in loads if first == "weights" else loads[::-1]:
+        load()
+    expected = job.weights()
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.0
+    job.step()
+    assert_same_bits(job.weights(), expected)
+    assert_same_bits(job.masters(), [w.float() for w in expected])
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_state_dict_leaves_masters_to_the_step(kind: str) -> None:
+    """As where averaged weights are saved, and the job then continues with its own."""
+    job, stayed = Job(kind), Job(kind)
+    for one in (job, stayed):
         one.step(2)
-    state = saved_state(resumed)
+    own = [p.detach().clone() for p in job.model.parameters()]
     with torch.no_grad():
-        for one in (job, resumed) if kind == "container" else (resumed,):
-            [p.fill_(7.0) for p in one.model.parameters()]
-    resumed.optimizer.load_state_dict(state)
-    for one in (job, resumed):
+        for p in job.model.parameters():
+            p.copy_(0.7 * p + 0.1)
+        job.masters()
+        for p, value in zip(job.model.parameters(), own, strict=True):
+            p.copy_(value)
+    for one in (job, stayed):
         one.step(2)
-    assert_same_bits(resumed.weights(), job.weights())
-    assert_same_bits(resumed.masters(), job.masters())
+    assert_same_bits(job.weights(), stayed.weights())
+    assert_same_bits(job.masters(), stayed.masters())
+
+
+@pytest.mark.parametrize("kind", ["FusedAdamW", "DTensor"])
+def test_a_checkpoint_is_read_into_a_state_dict_of_written_weights(kind: str) -> None:
+    job, stayed = Job(kind), Job(kind)
+    for one in (job, stayed):
+        one.step(2)
+    weights = copy.deepcopy(job.model.state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(job.model, job.optimizer))
+    job.step()
+    job.model.load_state_dict(weights)
+    read = get_optimizer_state_dict(job.model, job.optimizer)
+    for name, entry in read["state"].items():
+        for key, value in entry.items():
+            local_tensor(value).copy_(local_tensor(saved["state"][name][key]))
+    set_optimizer_state_dict(job.model, job.optimizer, read)
+    job.steps = stayed.steps
+    for one in (job, stayed):
+        one.step(2)
+    assert_same_bits(job.weights(), stayed.weights())
+    assert_same_bits(job.masters(), stayed.masters())
 
 
 def test_masters_that_exist_before_weights_are_loaded() -> None:

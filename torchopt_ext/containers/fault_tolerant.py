@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchopt_ext import _C
 from torchopt_ext.containers.optimizers import OptimizersContainer, T
-from torchopt_ext.fsdp import outdate_copies
 from torchopt_ext.optim.hooks import hooked_step
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import flat
@@ -111,7 +111,7 @@ class FaultTolerant(OptimizersContainer[T]):
             params = params_of(optimizer)
             for param in params:
                 refresh_stale_elements(param, optimizer.state.get(param, {}))
-            outdate_copies(params)
+            _C.increment_versions([param for param in params if param.dtype == torch.float32])
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._call_from_ft or not self._use_ft_optimizer:

@@ -287,11 +287,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
-        if isinstance(self._stepper, MasterOptimizer):
-            self._stepper.take_written_weights()
         packed = self.optim.state_dict()
-        masters: Mapping[Any, Any] = {}  # state entries that hold masters, by parameter
-        if self._stepper is self.optim:
+        masters: Any = {}  # state entries that hold masters, by parameter
+        if isinstance(self._stepper, MasterOptimizer):
+            masters = self._stepper.masters()
+        else:
             masters = self.optim.state
             entries = {
                 index: {name: value for name, value in entry.items() if name not in MASTERS}
@@ -299,8 +299,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             }
             packed["state"] = {index: entry for index, entry in entries.items() if entry}
         weights = [
-            [weight_of(held, masters.get(held, {})) for held in group["params"]]
-            for group in self.param_groups
+            [weight_of(param, masters.get(param, {})) for param in params]
+            for params in self.params_by_group
         ]
         states = {
             "grad_scaler": self.grad_scaler.state_dict(),

@@ -34,9 +34,10 @@ from torchopt_ext.optim.local import (
     show_writes,
 )
 from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.optim.step import accumulated_norm, reject, reject_tracing
-from torchopt_ext.optim.storage import SIXTEEN_BIT, is_steppable, reject_param
+from torchopt_ext.optim.storage import MASTER, SIXTEEN_BIT, is_steppable, reject_param
 from torchopt_ext.statedict.masters import copy_local_, read_weights
 
 
@@ -141,6 +142,10 @@ class MasterOptimizer(Controlled):
         own = chain(*(group["params"] for group in self.param_groups))
         return zip(own, self._stepped(), strict=True)
 
+    def masters(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Returns the masters as entries of their parameters' states."""
+        return {param: {MASTER: held} for param, held in self._pairs() if held is not param}
+
     def _stepped(self) -> list[Tensor]:
         """Returns the tensors that the optimizer steps.
 
@@ -178,13 +183,6 @@ class MasterOptimizer(Controlled):
             self._table = self._current_table()
             self._table.written()
             self._table.release()
-
-    @torch.no_grad()
-    def take_written_weights(self) -> None:
-        """Lets masters follow weights that user code has written to since the last step."""
-        self._table = self._current_table()
-        self._table.follow_weights()
-        self._table.release()
 
     # ---- step ---------------------------------------------------------------------------------
 
@@ -357,6 +355,8 @@ class _Table:
                 self._frozen.append(i)
         self.parts = list(self._of_part)
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
+        if self._sharded:  # the hook would slow other steps of this wrapper by some percent
+            watch_weights(self.params)
         self.marks = _C.WeightMarks()
         self.gradients: list[Any] = []  # this step's gradients by parameter, or None
         self.room: tuple[list[int], list[Tensor]] = [], []  # parameters, memory for gradients

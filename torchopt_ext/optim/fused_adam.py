@@ -34,7 +34,6 @@ from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.optim.storage import (
-    MASTER,
     REMAINDER,
     MasterWeights,
     StateDtype,
@@ -320,8 +319,6 @@ class FusedAdam(HookedStep, PlannedStep):
         """
         param_state.drop_replaced(self)
         self._mark_control(follow=True)
-        if "_user" not in vars(self):  # no other thread is stepping
-            self._take_written_weights()
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
@@ -398,8 +395,6 @@ class FusedAdam(HookedStep, PlannedStep):
         Args:
             control: the result of :meth:`control_to_load`.
         """
-        # A checkpoint that was read into own masters leaves them to follow the weights.
-        given = [slot.param for slot in loaded.slots if not self._is_own(slot, MASTER)]
         state = loaded.foreign | {
             slot.param: {
                 name: converted(name, value, slot.param, self._storage)
@@ -410,7 +405,7 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(control)
-        self._mark_weights(given)
+        self._marks = {}  # the next step compares loaded masters with the weights
 
     def _without_fillers(self, slot: Slot) -> Slot:
         """Drops this optimizer's own entries if there are others.

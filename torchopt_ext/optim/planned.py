@@ -18,6 +18,7 @@ from torchopt_ext.optim.local import (
     local_tensor,
     params_of,
 )
+from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_of
 from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
@@ -55,7 +56,7 @@ class PlannedStep(Controlled, Optimizer):
     _copied_before = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
-    # Weights when their fp32 masters were made, loaded or stepped, by id, while there is no plan.
+    # Weights when their fp32 masters were made or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
 
     @property
@@ -97,6 +98,8 @@ class PlannedStep(Controlled, Optimizer):
         new = [param for _, param, state in entries if MASTER not in state]
         param_state.init_param_states(entries, self._storage)
         self._mark_weights(new)
+        if self._storage.master_weights == "fp32":
+            watch_weights(params_of(self))
         self._mark_control(follow=True)
 
     def _check_param(self, param: Tensor, name: str | int) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
+from torchopt_ext import _C
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import OTHER_FORM
 from torchopt_ext.optim.state import drop_replaced
@@ -135,6 +136,7 @@ def _load(
                 group[name] = value
     for optimizer, fields in controls:
         optimizer.load_control(fields)
+        _C.increment_versions(params_of(optimizer))  # the next step compares masters and weights
 
 
 def read_options(

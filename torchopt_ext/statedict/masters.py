@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext._C import take_weight
+from torchopt_ext._C import followed, take_weight
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.local import as_placed, local_tensor, shard_of
 from torchopt_ext.optim.storage import (
@@ -72,7 +72,8 @@ def refresh_stale_elements(param: Tensor, state: dict[str, Any]) -> None:
 def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     """Returns what a 16-bit parameter is rounded from, as float32; for others, their values.
 
-    If there is a master weight, returns the master weight itself. Returns an empty tensor for a
+    If there is a master weight, returns the master weight itself, or a copy with the elements that
+    were written to the parameter since the last step. Returns an empty tensor for a
     frozen parameter that no step could update: only the model's checkpoint holds it.
     """
     if not is_steppable(param):
@@ -80,6 +81,9 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
     weight: Tensor
     if MASTER in state:
         weight = state[MASTER]
+        now = followed(local_tensor(weight), local_tensor(param))
+        if not now.equal(local_tensor(weight)):
+            weight = as_placed(now, weight)
     elif (remainder := remainder_of(state)) is not None:
         weight = torch.zeros_like(param, dtype=torch.float32)
         rest = local_tensor(remainder)  # on the host while it is offloaded

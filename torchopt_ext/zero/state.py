@@ -56,7 +56,6 @@ def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
 
     The entries include the control block, because a rank without parameters has one, too.
     """
-    local_optimizer.take_written_weights(zero)
     parts = local_parts(zero)
     numbers = {part.tensor: number for number, part in enumerate(parts)}
     for key in [key for key, entry in zero.optim.state.items() if entry == {}]:
@@ -194,7 +193,6 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                 }
                 local_optimizer.copy_settings(groups, zero.optim.param_groups)
             local_optimizer.sync(zero)
-            zero.partition.written()  # loaded masters do not follow what was written before
             zero._consolidated, zero._has_state = None, any(have_state)
         with fail_together(zero.process_group):  # only now: a hook may communicate
             run_hooks(zero, "load_state_dict_post")

@@ -245,9 +245,7 @@ def test_parameter_is_the_cast_of_the_master(dtype: torch.dtype) -> None:
     values = torch.cat([floats(every_low_half()), anything.view(torch.float32), halves,
                         halves * (1 + 2.0**-11), torch.tensor([65519.0, 65520.0])])  # fmt: skip
     values = values[values.isfinite()]
-    p, state = loaded_and_left_alone(
-        dtype, {"master_weight": values}, torch.zeros(values.shape, dtype=dtype), "fp32"
-    )
+    p, state = loaded_and_left_alone(dtype, {"master_weight": values}, values.to(dtype), "fp32")
     assert_same_bits([state["master_weight"]], [values])
     assert_same_bits([p], [values.to(dtype)])
 

@@ -210,7 +210,7 @@ def test_masters_that_a_full_state_dict_lacks_are_the_models(
     # Masters in the dict are loaded and used.
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     masters = [weight.clone() for weight in exact_weights(model, optimizer)]
-    masters[0] += 2**-20
+    masters[0] *= 1 + 2**-12  # rounds to the weight
     for entry, master in zip(saved["state"].values(), masters, strict=True):
         entry["master_weight"] = master
     set_optimizer_state_dict(model, optimizer, saved, options=options)
