@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "kernels/digest.h"
+#include "kernels/kinds.h"
 #include "kernels/quantize.h"
 
 namespace torchopt_ext {

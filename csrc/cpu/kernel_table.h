@@ -4,6 +4,7 @@
 
 #include "kernels/adam.h"
 #include "kernels/exact_accumulator.h"
+#include "kernels/kinds.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext {

@@ -39,15 +39,12 @@ using WideLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
-// The lane type of a main loop: pairs of registers unless most arrays are fp32 or fp64.
 template <AdamKind kKind>
-using MainLane = std::conditional_t<
-    kKind == AdamKind::kFloat64, DoubleLane,
-    std::conditional_t<kKind == AdamKind::kFloat32 || kKind == AdamKind::kBFloat16Master, FloatLane,
-                       WideLane>>;
+using MainLane = std::conditional_t<kKind == AdamKind::kFloat64, DoubleLane,
+                                    std::conditional_t<kTraits<kKind>.pairs, WideLane, FloatLane>>;
 // The lane type of the elements that do not fill a register of the main loop.
 template <AdamKind kKind>
-using TailLane = std::conditional_t<kKind == AdamKind::kBFloat16, FloatLane,
+using TailLane = std::conditional_t<kTraits<kKind>.single_registers, FloatLane,
                                     ScalarLane<typename MainLane<kKind>::scalar>>;
 
 // Updates elements [begin, end); with 8-bit moments whole groups. Specialized kernels for 8-bit
@@ -58,15 +55,15 @@ void step(const TensorScalars& scalars, const TensorWork& work, const StepOption
   const Layout layout = known_layout<kKind>(work.layout);
   StepMode mode = known_mode<kKind>(options, layout);
   if constexpr (is_quantized(kKind)) {
-    if constexpr (!is_general(kKind)) {
+    if constexpr (!kTraits<kKind>.general) {
       if (work.row_length % kQuantGroup != 0) {
         step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
         return;
       }
     }
     const RoundingKey key = mode.rounds ? rounding_key(options, work) : RoundingKey{};
-    quantized_loop<WideLane, /*kWhole=*/!is_general(kKind)>(scalars.as_float, layout, mode, work,
-                                                            begin, end, key, trace);
+    quantized_loop<WideLane, /*kWhole=*/!kTraits<kKind>.general>(scalars.as_float, layout, mode,
+                                                                 work, begin, end, key, trace);
   } else {
     using L = MainLane<kKind>;
     mode.past_caches = layout.master == Master::kFloat32 && options.past_caches;

@@ -15,27 +15,8 @@ __global__ void __launch_bounds__(kAdamThreads)
 // 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
 // (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16), 14 % (stochastic) and 13 %
 // (8-bit remainders, although they spill 6 registers) less than two.
-constexpr int blocks_of(AdamKind kind) {
-  switch (kind) {
-    case AdamKind::kFloat32:
-    case AdamKind::kBFloat16:
-    case AdamKind::kBFloat16Master:
-    case AdamKind::kBFloat16Remainder:
-      return 4;
-    case AdamKind::kBFloat16Rounded:
-    case AdamKind::kGeneral:
-    case AdamKind::kInt8Float32:
-    case AdamKind::kInt8BFloat16:
-    case AdamKind::kInt8Rounded:
-    case AdamKind::kInt8Remainder8:
-      return 3;
-    default:
-      return 2;
-  }
-}
-
 template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, blocks_of(kKind)) adam_kernel(AdamArgs args) {
+__global__ void __launch_bounds__(kAdamThreads, kTraits<kKind>.blocks) adam_kernel(AdamArgs args) {
   pass_b_body<kKind>(DeviceCta{}, args);
 }
 

@@ -105,19 +105,6 @@ TORCHOPT_HD inline typename L::Random random_bits_by_element(const TensorWork& w
   return random;
 }
 
-// Elements that a thread takes at once: 16 bytes of the narrowest array, 4 with branches on types.
-TORCHOPT_HD constexpr int register_width(AdamKind kind) {
-  switch (kind) {
-    case AdamKind::kFloat64:
-      return 2;
-    case AdamKind::kFloat32:
-    case AdamKind::kGeneral:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 // The type in which tensors of a kind are updated.
 template <AdamKind kKind>
 using ComputeType = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
@@ -169,7 +156,7 @@ struct AdamChunk {
 template <AdamKind kKind, class Cta>
 TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chunk) {
   using T = ComputeType<kKind>;
-  constexpr int kWidth = register_width(kKind);
+  constexpr int kWidth = kTraits<kKind>.width;
   const AlignedRange registers = aligned_registers(chunk.layout, chunk.x, kWidth, chunk.n);
   cta.each([&](int thread) {
     for_each_register(

@@ -6,22 +6,8 @@ namespace {
 // Blocks on a multiprocessor. On an H100 four blocks instead of three took 6 % less time with bf16
 // moments and 8 % more with fp32 moments. On sm_100 the registers do not suffice for four blocks.
 // With 8-bit remainders two blocks took 40 % less than one.
-constexpr int traced_blocks(AdamKind kind) {
-  switch (kind) {
-    case AdamKind::kFloat32:
-    case AdamKind::kBFloat16:
-    case AdamKind::kBFloat16Master:
-    case AdamKind::kBFloat16Remainder:
-      return 3;
-    case AdamKind::kInt8:
-      return 1;
-    default:
-      return 2;
-  }
-}
-
 template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, traced_blocks(kKind))
+__global__ void __launch_bounds__(kAdamThreads, kTraits<kKind>.traced_blocks)
     adam_traced_kernel(AdamArgs args, TraceArgs traces) {
   __shared__ TracedShared shared;
   adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);

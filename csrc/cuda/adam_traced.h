@@ -113,7 +113,7 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& tr
                                     const AdamChunk<kKind>& chunk, const SharedHalfFactors& factors,
                                     int tile) {
   using T = ComputeType<kKind>;
-  constexpr int kRows = register_width(kKind) / 2;
+  constexpr int kRows = kTraits<kKind>.width / 2;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
   const int begin = tile * kTileElements;
   const int end = begin + kTileElements < chunk.n ? begin + kTileElements : chunk.n;

@@ -63,23 +63,7 @@ struct StepMode {
   bool past_caches = false;
 };
 
-// The layouts with kernels of their own: layouts in which large models are trained. Branches on
-// types would take a third of the time with 16-bit moments and a tenth with fp32 moments.
-enum class AdamKind : int32_t {
-  kFloat32,
-  kFloat64,
-  kBFloat16,           // parameter, gradient and moments
-  kBFloat16Master,     // parameter and gradient, with fp32 moments and master
-  kBFloat16Remainder,  // as kBFloat16Master, with a 16-bit remainder
-  kBFloat16Rounded,    // as kBFloat16, rounded stochastically
-  kGeneral,            // any layout except float64 and 8-bit moments
-  kInt8Float32,        // fp32 parameter and gradient; from here on all have 8-bit moments
-  kInt8BFloat16,       // bf16 parameter and gradient
-  kInt8Rounded,        // as kInt8BFloat16, rounded stochastically
-  kInt8Remainder8,     // as kInt8BFloat16, with a remainder of 8 bits
-  kInt8,               // any layout with 8-bit moments
-};
-inline constexpr int kAdamKinds = 12;
+enum class AdamKind : int32_t;  // kinds.h
 
 // Pointers are to dense storage, or null for a missing array. Elements are indexed in storage
 // order. A scaled copy uses kParam (written), kGrad (read), their dtypes, numel and row_length.
@@ -179,78 +163,6 @@ TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout
   return options.stochastic_rounding &&
          (weight_may_round_randomly(layout) || layout.state == DType::kBFloat16 ||
           layout.state == DType::kInt8);
-}
-
-TORCHOPT_HD constexpr bool is_quantized(AdamKind kind) { return kind >= AdamKind::kInt8Float32; }
-
-TORCHOPT_HD constexpr Layout layout_of(AdamKind kind) {
-  constexpr DType kHalf = DType::kBFloat16;
-  switch (kind) {
-    case AdamKind::kFloat64:
-      return {DType::kFloat64, DType::kFloat64, DType::kFloat64};
-    case AdamKind::kBFloat16:
-    case AdamKind::kBFloat16Rounded:
-      return {kHalf, kHalf, kHalf};
-    case AdamKind::kBFloat16Master:
-      return {kHalf, kHalf, DType::kFloat32, Master::kFloat32};
-    case AdamKind::kBFloat16Remainder:
-      return {kHalf, kHalf, DType::kFloat32, Master::kRemainder};
-    case AdamKind::kInt8Float32:
-      return {DType::kFloat32, DType::kFloat32, DType::kInt8};
-    case AdamKind::kInt8BFloat16:
-    case AdamKind::kInt8Rounded:
-      return {kHalf, kHalf, DType::kInt8};
-    case AdamKind::kInt8Remainder8:
-      return {kHalf, kHalf, DType::kInt8, Master::kRemainder8};
-    default:
-      return {};
-  }
-}
-
-TORCHOPT_HD constexpr bool is_general(AdamKind kind) {
-  return kind == AdamKind::kGeneral || kind == AdamKind::kInt8;
-}
-
-TORCHOPT_HD constexpr bool is_rounded(AdamKind kind) {
-  return kind == AdamKind::kBFloat16Rounded || kind == AdamKind::kInt8Rounded;
-}
-
-// The functions below return a layout and options as a kernel of kind kKind sees them. Where the
-// kind determines a value, the value is a constant, and the compiler removes the branches on it.
-template <AdamKind kKind>
-[[gnu::always_inline]] TORCHOPT_HD inline Layout known_layout(const Layout& layout) {
-  Layout known = is_general(kKind) ? layout : layout_of(kKind);
-  if (kKind == AdamKind::kFloat32 || kKind == AdamKind::kFloat64) {
-    known.amsgrad = layout.amsgrad;
-  }
-  return known;
-}
-template <AdamKind kKind>
-[[gnu::always_inline]] TORCHOPT_HD inline StepMode known_mode(const StepOptions& options,
-                                                              const Layout& layout) {
-  const bool may_write_back = is_general(kKind) || kKind == AdamKind::kFloat64;
-  return {.write_back = may_write_back && options.write_back_gradients,
-          .rounds = is_general(kKind) ? rounds_randomly(options, layout) : is_rounded(kKind)};
-}
-
-inline AdamKind kind_of(const Layout& layout, const StepOptions& options) {
-  if (layout.param == DType::kFloat64) {
-    return AdamKind::kFloat64;
-  }
-  const AdamKind general = layout.state == DType::kInt8 ? AdamKind::kInt8 : AdamKind::kGeneral;
-  if (options.write_back_gradients) {
-    return general;
-  }
-  const bool rounds = rounds_randomly(options, layout);
-  for (int k = 0; k < kAdamKinds; ++k) {
-    const auto kind = static_cast<AdamKind>(k);
-    Layout usual = layout_of(kind);
-    usual.amsgrad = kind == AdamKind::kFloat32 && layout.amsgrad;
-    if (!is_general(kind) && is_rounded(kind) == rounds && layout == usual) {
-      return kind;
-    }
-  }
-  return general;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/tensor_work.h"
+#include "kernels/kinds.h"
 
 namespace torchopt_ext {
 

@@ -73,14 +73,14 @@ TEST(Adam, SameBitsHoweverAStepIsMade) {
 TEST(Adam, SameBitsWhereverArraysStart) {
   constexpr uint32_t kOneTracked[] = {0, 1, 2, 4};
   const Case ways[] = {{},
-                       {.layout = layout_of(AdamKind::kFloat64)},
-                       {.layout = layout_of(AdamKind::kBFloat16Remainder)},
+                       {.layout = kTraits<AdamKind::kFloat64>.layout},
+                       {.layout = kTraits<AdamKind::kBFloat16Remainder>.layout},
                        {.layout = {.param = DType::kFloat16, .master = Master::kFloat32}},
-                       {.layout = layout_of(AdamKind::kBFloat16Master)},
-                       {.layout = layout_of(AdamKind::kBFloat16)},
-                       {.layout = layout_of(AdamKind::kInt8Float32)},
-                       {.layout = layout_of(AdamKind::kInt8BFloat16)},
-                       {.layout = layout_of(AdamKind::kInt8Remainder8)}};
+                       {.layout = kTraits<AdamKind::kBFloat16Master>.layout},
+                       {.layout = kTraits<AdamKind::kBFloat16>.layout},
+                       {.layout = kTraits<AdamKind::kInt8Float32>.layout},
+                       {.layout = kTraits<AdamKind::kInt8BFloat16>.layout},
+                       {.layout = kTraits<AdamKind::kInt8Remainder8>.layout}};
   for (Case c : ways) {
     c.layout.amsgrad = c.layout.state != DType::kInt8;
     for (const int64_t numel : {3, 45, 100}) {
@@ -107,7 +107,7 @@ TEST(Adam, SameBitsWhereverArraysStart) {
 
 TEST(Adam, SameBitsOverManyChunks) {
   for (const uint32_t track : {0u, 4u, 7u}) {
-    Case c{.layout = layout_of(AdamKind::kBFloat16Remainder)};
+    Case c{.layout = kTraits<AdamKind::kBFloat16Remainder>.layout};
     c.rows = 35;
     c.row_length = 1999;
     c.options.track = track;
@@ -158,7 +158,9 @@ TEST(Adam, LostUpdatesAreCounted) {
 
 TEST(Adam, NormsThatAreNaNHaveOneForm) {
   for (const AdamKind kind : {AdamKind::kFloat32, AdamKind::kFloat64, AdamKind::kBFloat16}) {
-    Case c{.layout = layout_of(kind), .options = {.track = kTrackNorms}, .row_length = 600};
+    Case c{.layout = kKindTraits[static_cast<int>(kind)].layout,
+           .options = {.track = kTrackNorms},
+           .row_length = 600};
     Tensor start(c);
     std::vector<unsigned char>& gradient = start.memory(kGrad);
     const auto size = static_cast<size_t>(start.size(kGrad));

@@ -109,11 +109,11 @@ const std::vector<std::vector<Place>> kRowSplits{
 
 TEST(Place, ShardsGetTheBitsOfTheWhole) {
   std::vector<Layout> layouts{
-      layout_of(AdamKind::kFloat32),           layout_of(AdamKind::kFloat64),
-      layout_of(AdamKind::kBFloat16),          layout_of(AdamKind::kBFloat16Master),
-      layout_of(AdamKind::kBFloat16Remainder), layout_of(AdamKind::kInt8Float32),
-      layout_of(AdamKind::kInt8Remainder8)};
-  Layout layout = layout_of(AdamKind::kBFloat16);
+      kTraits<AdamKind::kFloat32>.layout,           kTraits<AdamKind::kFloat64>.layout,
+      kTraits<AdamKind::kBFloat16>.layout,          kTraits<AdamKind::kBFloat16Master>.layout,
+      kTraits<AdamKind::kBFloat16Remainder>.layout, kTraits<AdamKind::kInt8Float32>.layout,
+      kTraits<AdamKind::kInt8Remainder8>.layout};
+  Layout layout = kTraits<AdamKind::kBFloat16>.layout;
   layout.amsgrad = true;
   layouts.push_back(layout);
   layout.master = Master::kRemainder8;
@@ -139,7 +139,7 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
 
 // A chunk of short rows has the most tiles, because rows end in short groups.
 TEST(Place, AChunkOfShortRowsHasTilesForAllGroups) {
-  Case c = case_of(layout_of(AdamKind::kInt8Float32), kColumns);
+  Case c = case_of(kTraits<AdamKind::kInt8Float32>.layout, kColumns);
   c.row_length = kQuantGroup + 1;
   c.rows = 500;
   Tensor on_cpu(c);
