@@ -1,4 +1,4 @@
-#include "cuda/adam_quantized.h"
+#include "cuda/pass_b.h"
 
 namespace torchopt_ext {
 namespace {

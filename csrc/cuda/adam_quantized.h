@@ -208,17 +208,5 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const QuantizedChunk<kKind>
   });
 }
 
-template <AdamKind kKind>
-using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, AdamChunk<kKind>>;
-
-// Updates a block's chunk, which must be of a tensor of this kind.
-template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void pass_b_body(const Cta& cta, const AdamArgs& args) {
-  const Chunk chunk = args.chunks[cta.block];
-  if (args.steps[chunk.tensor].grad != nullptr) {
-    update_chunk(cta, ChunkOf<kKind>(args, chunk));
-  }
-}
-
 }  // namespace
 }  // namespace torchopt_ext

@@ -2,8 +2,8 @@
 // the report of each tensor, made from the traces of its chunks.
 #pragma once
 
-#include "cuda/adam_quantized.h"
 #include "cuda/digest_tile.h"
+#include "cuda/pass_b.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext {

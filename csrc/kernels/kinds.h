@@ -77,9 +77,12 @@ constexpr KindTraits kKindTraits[kAdamKinds] = {
      .traced_blocks = 1},
 };
 
-// In a kernel, whose kind is a constant.
+constexpr const KindTraits& traits_of(AdamKind kind) { return kKindTraits[static_cast<int>(kind)]; }
+
+// In a kernel, whose kind is a constant. CUDA calls no constexpr function of the host.
 template <AdamKind kKind>
-inline constexpr KindTraits kTraits = kKindTraits[static_cast<int>(kKind)];
+inline constexpr KindTraits kTraits =
+    traits_of(kKind);  // NOLINT(modernize-avoid-c-style-cast): clang-tidy sees (AdamKind)3
 
 constexpr bool is_quantized(AdamKind kind) { return traits_of(kind).layout.state == DType::kInt8; }
 

@@ -158,9 +158,7 @@ TEST(Adam, LostUpdatesAreCounted) {
 
 TEST(Adam, NormsThatAreNaNHaveOneForm) {
   for (const AdamKind kind : {AdamKind::kFloat32, AdamKind::kFloat64, AdamKind::kBFloat16}) {
-    Case c{.layout = kKindTraits[static_cast<int>(kind)].layout,
-           .options = {.track = kTrackNorms},
-           .row_length = 600};
+    Case c{.layout = traits_of(kind).layout, .options = {.track = kTrackNorms}, .row_length = 600};
     Tensor start(c);
     std::vector<unsigned char>& gradient = start.memory(kGrad);
     const auto size = static_cast<size_t>(start.size(kGrad));

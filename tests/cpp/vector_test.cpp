@@ -47,7 +47,7 @@ TEST(AlignedRange, StartWhereEveryArrayIsAligned) {
   for (const Way way :
        {Way{AdamKind::kFloat32, 4}, Way{AdamKind::kFloat64, 2}, Way{AdamKind::kBFloat16, 8},
         Way{AdamKind::kBFloat16Master, 8}, Way{AdamKind::kBFloat16Remainder, 8}}) {
-    const Layout layout = kKindTraits[static_cast<int>(way.kind)].layout;
+    const Layout layout = traits_of(way.kind).layout;
     const bool master = layout.master != Master::kNone;
     for (int offset = 0; offset < 2 * way.width; ++offset) {
       for (int moved = 0; moved < way.width; ++moved) {  // the gradient's extra offset
