@@ -135,7 +135,7 @@ def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
         if entry.whole is not None:
             if not isinstance(entry.value, Tensor):
                 kind = type(entry.value).__name__
-                raise TypeError(f"{where}: is a {kind}, expected a tensor, as a part of one")
+                raise TypeError(f"{where}: is of type {kind}, expected a tensor, as a part of one")
             like = view_in(torch.empty(entry.whole.numel(), device="meta"), 0, entry.whole)
             full = like.shape, like.stride()
         for tensor in own:
