@@ -232,7 +232,7 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
                 f"group {number} has {len(ids)} parameters, expected {len(own['params'])}, the "
                 f"size of the optimizer's group"
             )
-        names = group.get("param_names") or ids
+        names = ids if group.get("param_names") is None else group["param_names"]
         if not isinstance(names, list | tuple) or len(names) != len(ids):
             yield f"group {number} has param_names {names!r:.200} for {len(ids)} parameters"
         for index in ids:

@@ -577,6 +577,7 @@ def damaged_pair(kind: str, partition: str, damages: list[Any]) -> tuple[Any, An
 @quickly
 @some_damage
 @example(damages=[([1, 0, 16], "replace", torch.ones(2))])  # amsgrad
+@example(damages=[([1, 0, 1], "replace", torch.ones(2))])
 def test_damaged_state_dicts_load_or_change_nothing(
     kind: str, partition: str, damages: list[Any]
 ) -> None:
