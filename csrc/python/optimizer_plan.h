@@ -3,10 +3,10 @@
 //
 // Between steps the plan owns none of the objects that it reads, so that what a user or framework
 // drops is freed at once, and it reads none before the snapshot has found it in the groups or the
-// state again. From collect() to release() it owns them, because other threads may drop them; but a
-// short step keeps the GIL instead, as owning thousands of objects takes a fiftieth of its time. It
-// never owns the tensors behind the objects: torch.utils.swap_tensors and nn.Module.to reject a
-// tensor with a second reference, also a weak one, from C++.
+// state again. From collect() to release() it owns them, because other threads, finalizers and what
+// a step calls may drop them. It never owns the tensors behind the objects:
+// torch.utils.swap_tensors and nn.Module.to reject a tensor with a second reference, also a weak
+// one, from C++.
 //
 // One thread uses a plan from collect() to release(), also while other threads run Python:
 // _begin_use() of optim/step.py ensures this.
