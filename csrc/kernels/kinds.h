@@ -28,10 +28,9 @@ inline constexpr int kAdamKinds = 12;
 struct KindTraits {
   Layout layout;  // of a general kind only whether the moments have 8 bits
   bool general = false;
-  bool rounded = false;  // stochastically
-  // Whether there are also kernels for...
-  bool amsgrad = false;
-  bool write_back = false;
+  bool rounded = false;     // stochastically
+  bool amsgrad = false;     // also with amsgrad
+  bool write_back = false;  // also with StepOptions::write_back_gradients
   // CPU: whether the main loop takes two registers at once, as it should unless most arrays are
   // fp32 or fp64, and whether one register at a time follows it.
   bool pairs = true;
@@ -46,6 +45,7 @@ struct KindTraits {
 
 namespace {
 
+// In the order of AdamKind.
 constexpr KindTraits kKindTraits[kAdamKinds] = {
     {.layout = {}, .amsgrad = true, .pairs = false, .width = 4, .blocks = 4, .traced_blocks = 3},
     {.layout = {DType::kFloat64, DType::kFloat64, DType::kFloat64},

@@ -315,7 +315,7 @@ class FusedAdam(HookedStep, PlannedStep):
 
         With a schedule or loss scale, the first parameter's state also has
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
-        copies.
+        copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
         """
         param_state.drop_replaced(self)
         self._mark_control(follow=True)
