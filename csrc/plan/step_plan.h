@@ -112,6 +112,9 @@ class StepPlan {
   at::Device device() const { return device_; }
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
+  bool has_copies() const { return !copied_.empty(); }
+  // Whether a step on the CPU takes no longer than Python lets a thread run, 5 ms by default.
+  bool is_short() const { return device_.is_cpu() && work_.cumulative.back() <= 16 << 20; }
 
  private:
   // The known properties of an entry besides its TensorWork. A step reads all of them.

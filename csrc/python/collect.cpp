@@ -45,10 +45,10 @@ bool OptimizerPlan::Known::is_same() const {
          same_counter(counter, THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter());
 }
 
-// Other threads, finalizers and what a step calls (a learning rate's __float__, dispatch modes) may
-// drop what the step reads.
 void OptimizerPlan::own_objects() {
-  owns_ = true;
+  if (std::exchange(owns_, true)) {
+    return;
+  }
   for (const Part& part : parts_) {
     visit_objects(part.objects, [](PyObject* object) { Py_INCREF(object); });
     for (const Followed& followed : part.followed) {
@@ -125,6 +125,7 @@ bool OptimizerPlan::attach_changed(Part& part) {
   if (changed.empty()) {
     return true;
   }
+  own_objects();
   try {
     part.plan.renew(changed);
   } catch (const c10::Error&) {
@@ -137,12 +138,12 @@ bool OptimizerPlan::attach_changed(Part& part) {
 void OptimizerPlan::set_pending_gradients(Part& part) {
   const std::vector<EntryObjects>& objects = part.objects;
   StepPlan& plan = part.plan;
-  py::list to_unwrap;
-  std::vector<size_t> their_index;
+  std::vector<size_t> to_unwrap;
   for (size_t i = 0; i < objects.size(); ++i) {
     if (plan.pending(i) == StepPlan::Pending::kNothing) {
       continue;
     }
+    own_objects();
     const at::Tensor& gradient =
         THPVariable_Unpack(objects[i].param.object).unsafeGetTensorImpl()->grad();
     const bool distributed = objects[i].path.distributed;
@@ -156,17 +157,20 @@ void OptimizerPlan::set_pending_gradients(Part& part) {
       local = plain_local_gradient(objects[i].param.object, py::cast(gradient).ptr());
     }
     if (local.is_none()) {
-      to_unwrap.append(py::handle(objects[i].param.object));
-      their_index.push_back(i);
+      to_unwrap.push_back(i);
     } else {
       plan.set_gradient(i, THPVariable_Unpack(local.ptr()));
     }
   }
-  if (!their_index.empty()) {
-    const py::list locals = local_gradients_(to_unwrap);
-    for (size_t k = 0; k < their_index.size(); ++k) {
+  if (!to_unwrap.empty()) {
+    py::list params;
+    for (const size_t i : to_unwrap) {
+      params.append(py::handle(objects[i].param.object));
+    }
+    const py::list locals = local_gradients_(params);
+    for (size_t k = 0; k < to_unwrap.size(); ++k) {
       const py::object local = locals[k];
-      plan.set_gradient(their_index[k],
+      plan.set_gradient(to_unwrap[k],
                         local.is_none() ? at::Tensor() : THPVariable_Unpack(local.ptr()));
     }
   }
@@ -176,6 +180,7 @@ void OptimizerPlan::set_pending_gradients(Part& part) {
 void OptimizerPlan::take_written_weights(Part& part) {
   for (size_t i = 0; i < part.written.size(); ++i) {
     if (part.written[i] != 0) {
+      own_objects();
       const auto& [param, local, path, own] = part.objects[i];
       const at::Tensor& weight = THPVariable_Unpack(local[kParam]);
       if (local[kMaster] != nullptr && own == kParam) {  // not with a low-precision copy

@@ -111,7 +111,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("stochastic_rounding"), py::arg("rounding_seed"),
            py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
-      .def("collect", &OptimizerPlan::collect, py::arg("param_groups"), py::arg("state"))
+      .def(
+          "collect",
+          [](OptimizerPlan& plan, const py::list& param_groups, const py::dict& state) {
+            return plan.collect(param_groups, state);
+          },
+          py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),

@@ -1,6 +1,8 @@
 #include "python/optimizer_plan.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -21,8 +23,14 @@ std::string mismatch(const char* name, py::handle value, const char* expected) {
          ", expected " + expected;
 }
 
+// Called before a value's own Python code.
+using BeforePython = c10::function_ref<void()>;
+
 // Converts a value as Python's float(), but raises for a string.
-double number(const char* name, py::handle value) {
+double number(const char* name, py::handle value, BeforePython before) {
+  if (!PyFloat_CheckExact(value.ptr()) && !PyLong_CheckExact(value.ptr())) {
+    before();
+  }
   try {
     return value.cast<double>();
   } catch (const py::cast_error&) {
@@ -31,7 +39,10 @@ double number(const char* name, py::handle value) {
 }
 
 // Whether a value is true. Raises for a string, as "no" would be true.
-bool flag(const char* name, const py::object& value) {
+bool flag(const char* name, const py::object& value, BeforePython before) {
+  if (!PyBool_Check(value.ptr())) {
+    before();
+  }
   if (PyUnicode_Check(value.ptr()) != 0) {
     throw py::type_error(mismatch(name, value, "a bool"));
   }
@@ -40,10 +51,14 @@ bool flag(const char* name, const py::object& value) {
 
 // Reads the arguments of a param group under the keys of torch.optim.AdamW. Raises if an argument
 // is missing, of another type or out of range, or if `device` cannot read the learning rate.
-GroupHyper read_group(py::handle group, at::Device device) {
+GroupHyper read_group(py::handle group, at::Device device, BeforePython before) {
   GroupHyper hyper{};
+  if (!PyDict_CheckExact(group.ptr())) {
+    before();
+  }
   const py::object lr = group["lr"];
   if (THPVariable_Check(lr.ptr())) {
+    before();
     hyper.lr = THPVariable_Unpack(lr.ptr());
     if (c10::isReducedFloatingType(hyper.lr.scalar_type()) ||
         c10::isIntegralType(hyper.lr.scalar_type(), /*includeBool=*/false)) {
@@ -51,22 +66,26 @@ GroupHyper read_group(py::handle group, at::Device device) {
     }
     check_lr(hyper.lr, device);
   } else {
-    hyper.adam.lr = number("lr", lr);
+    hyper.adam.lr = number("lr", lr, before);
   }
   const py::object betas = group["betas"];
+  if (!PyTuple_CheckExact(betas.ptr()) && !PyList_CheckExact(betas.ptr())) {
+    before();
+  }
   if (PySequence_Check(betas.ptr()) == 0 || py::len(betas) != 2) {
     throw py::type_error(mismatch("betas", betas, "two numbers"));
   }
-  hyper.adam.beta1 = number("betas[0]", betas[py::int_(0)]);
-  hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)]);
-  hyper.adam.eps = number("eps", group["eps"]);
-  hyper.adam.weight_decay = number("weight_decay", group["weight_decay"]);
-  hyper.adam.maximize = flag("maximize", group["maximize"]);
+  hyper.adam.beta1 = number("betas[0]", betas[py::int_(0)], before);
+  hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)], before);
+  hyper.adam.eps = number("eps", group["eps"], before);
+  hyper.adam.weight_decay = number("weight_decay", group["weight_decay"], before);
+  hyper.adam.maximize = flag("maximize", group["maximize"], before);
   hyper.adam.decoupled_weight_decay =
-      flag("decoupled_weight_decay", group["decoupled_weight_decay"]);
-  if (group.contains("bias_correction")) {  // torch's groups lack it
-    hyper.adam.bias_correction = flag("bias_correction", group["bias_correction"]);
-  }
+      flag("decoupled_weight_decay", group["decoupled_weight_decay"], before);
+  if (PyObject* value = PyDict_GetItemString(group.ptr(), "bias_correction")) {
+    hyper.adam.bias_correction =
+        flag("bias_correction", py::reinterpret_borrow<py::object>(value), before);
+  }  // torch's groups lack it
   check_hyper(hyper.adam);
   return hyper;
 }
@@ -138,7 +157,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   }
 }
 
-bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state) {
+bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state, bool owns) {
   release();
   if (!snapshot_.matches(param_groups, state)) {
     return false;
@@ -153,7 +172,9 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     }
   }
   collected_ = true;
-  own_objects();
+  if (owns) {
+    own_objects();
+  }
   auto releasing = release_at_end();
   for (Part& part : parts_) {
     if (!follow(part)) {
@@ -168,12 +189,15 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state)
     part.plan.renew_copies();
     part.plan.prepare();
     for (size_t group = 0; group < part.uses_group.size(); ++group) {
-      part.hypers.push_back(part.uses_group[group]
-                                ? read_group(param_groups[group], part.plan.device())
-                                : GroupHyper{});
+      part.hypers.push_back(
+          part.uses_group[group]
+              ? read_group(param_groups[group], part.plan.device(), [this] { own_objects(); })
+              : GroupHyper{});
     }
   }
-  std::ranges::for_each(parts_, take_written_weights);
+  for (Part& part : parts_) {
+    take_written_weights(part);
+  }
   releasing.release();  // the guard then does nothing
   return true;
 }
@@ -226,7 +250,9 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   const at::NoGradGuard no_grad;
   Part& part = parts_.at(0);
   StepPlan& plan = part.plan;
-  if (!collect(param_groups, state)) {
+  const bool runs_python =
+      !part.followed.empty() || plan.has_copies() || c10::impl::dispatch_mode_enabled();
+  if (!collect(param_groups, state, !plan.is_short() || runs_python)) {
     return false;
   }
   const auto releasing = release_at_end();
@@ -234,7 +260,10 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
   check_accumulator(accumulator, device);
   check_control(control, device);
   passes_on(device).clear(accumulator);
-  const py::gil_scoped_release unlocked;
+  std::optional<py::gil_scoped_release> unlocked;
+  if (owns_) {
+    unlocked.emplace();
+  }
   if (with_norm) {
     plan.accumulate(accumulator, /*normalize=*/false);
   }

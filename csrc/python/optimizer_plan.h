@@ -3,8 +3,10 @@
 //
 // Between steps the plan owns none of the objects that it reads, so that what a user or framework
 // drops is freed at once, and it reads none before the snapshot has found it in the groups or the
-// state again. From collect() to release() it owns them, because other threads, finalizers and what
-// a step calls may drop them. It never owns the tensors behind the objects:
+// state again. From collect() to release() it owns them, because other code may drop them: other
+// threads, finalizers and what a step calls. A short step on the CPU keeps the GIL instead and owns
+// them only from where it calls other code on: counting references would take a tenth of a step
+// over many small tensors. The plan never owns the tensors behind the objects:
 // torch.utils.swap_tensors and nn.Module.to reject a tensor with a second reference, also a weak
 // one, from C++.
 //
@@ -57,7 +59,8 @@ class OptimizerPlan {
   // no optimizer of several is updated if one is rejected. Returns false, with nothing changed, if
   // the plan does not fit: objects were replaced, or a parameter without state has a gradient
   // or is no longer frozen.
-  bool collect(const pybind11::list& param_groups, const pybind11::dict& state);
+  // `owns`: whether other code may run until release().
+  bool collect(const pybind11::list& param_groups, const pybind11::dict& state, bool owns = true);
 
   // Runs pass A of one part, after collect().
   void accumulate(size_t part, const at::Tensor& accumulator);
@@ -136,9 +139,9 @@ class OptimizerPlan {
   void disown_objects();
   static bool follow(Part& part);
   static void collect_unchanged(Part& part);
-  static void take_written_weights(Part& part);
+  void take_written_weights(Part& part);
   static void update_part(Part& part, const at::Tensor& control);
-  static bool attach_changed(Part& part);
+  bool attach_changed(Part& part);
   void set_pending_gradients(Part& part);
 
   bool collected_ = false;
