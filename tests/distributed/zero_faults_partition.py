@@ -87,15 +87,12 @@ PLANS: list[list[list[tuple[int, ...]]]] = [
 
 
 def torch_plan() -> None:
-    """The owners are those of torch's class with compat="torch"."""
+    """The owners are those of torch's class."""
     for shapes in PLANS:
         params = [parameters(of) for of in shapes]
-        for of in params:
-            for param in of[::3]:
-                param.requires_grad_(False)
         groups = [{"params": of} for of in params]
         theirs: Any = stock.ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1)
-        ours = ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1, compat="torch")
+        ours = ZeroRedundancyOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.1)
         index = {p: i for i, p in enumerate(p for of in params for p in of)}
         plan = [
             [[index[p] for p in group["params"]] for group in of_rank]

@@ -427,7 +427,6 @@ def unequal_arguments() -> None:
         ("bucket_elements", 64, 128),
         ("max_grad_norm", 1.0, None),
         ("optimizer_class", FusedAdamW, torch.optim.AdamW),
-        ("compat", None, "torch"),
         ("parameters_as_bucket_view", False, True),
         ("overlap_with_ddp", False, True),
         ("params_per_rank", [0, 1], [1, 0]),

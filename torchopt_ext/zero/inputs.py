@@ -15,7 +15,6 @@ from torchopt_ext.statedict.entries import REQUIRED
 
 def check_choices(
     partition: str,
-    compat: str | None,
     sharded_gradients: bool,
     overlap_with_ddp: bool,
     elementwise: bool,
@@ -31,8 +30,6 @@ def check_choices(
     balanced = partition == "balanced"
     if partition not in ("greedy", "balanced"):
         raise ValueError(f"Invalid partition: {partition!r}, not 'greedy' or 'balanced'")
-    if compat not in (None, "torch"):
-        raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torch'")
     if balanced and (overlap_with_ddp or owners):
         raise ValueError(
             "overlap_with_ddp and params_per_rank give whole parameters to ranks, "
@@ -40,8 +37,6 @@ def check_choices(
         )
     if overlap_with_ddp and owners:
         raise ValueError("overlap_with_ddp=True gives DDP's buckets to ranks, not params_per_rank")
-    if balanced and compat is not None:
-        raise ValueError("compat='torch' is about partition='greedy', partition='balanced' is ours")
     for name, value in (
         ("sharded_gradients", sharded_gradients or None),
         ("elementwise", elementwise or None),

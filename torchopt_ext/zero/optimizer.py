@@ -62,7 +62,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         overlap_with_ddp: step inside DDP's backward, by a hook of :mod:`torchopt_ext.zero`.
         partition: "greedy" assigns whole parameters to ranks as torch does; "balanced" divides
             communication buckets evenly, and may divide parameters (docs/zero.md).
-        compat: "torch" makes frozen parameters count in the greedy partition, as in torch.
         params_per_rank: each rank's parameters, instead of the greedy rule; one param group only.
         allow_mixed_dtypes: shard the parameters of each dtype separately.
         sharded_gradients: with "balanced", reduce gradients while backward runs and keep only this
@@ -93,7 +92,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         overlap_with_ddp: bool = False,
         *,
         partition: str = "greedy",
-        compat: str | None = None,
         params_per_rank: Sequence[Sequence[Tensor]] | None = None,
         allow_mixed_dtypes: bool = False,
         sharded_gradients: bool = False,
@@ -134,7 +132,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 use_device(self.process_group, self._default_device)
                 check_dense(self._all_params, allow_mixed_dtypes)
                 check_choices(
-                    partition, compat, sharded_gradients, overlap_with_ddp, elementwise,
+                    partition, sharded_gradients, overlap_with_ddp, elementwise,
                     bucket_elements,
                     owners=params_per_rank is not None, groups=len(self.param_groups),
                 )  # fmt: skip
@@ -145,7 +143,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 )
             described = describe_params(self) + describe_arguments(
                 optimizer_class, params_per_rank, self.param_groups, defaults,
-                partition=partition, compat=compat, sharded_gradients=sharded_gradients,
+                partition=partition, sharded_gradients=sharded_gradients,
                 bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
                 parameters_as_bucket_view=parameters_as_bucket_view,
             )  # fmt: skip
@@ -154,7 +152,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             self.partition: WholeTensors | BalancedBuckets = (
                 BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
                 if balanced
-                else WholeTensors(self.ranks, parameters_as_bucket_view, compat == "torch")
+                else WholeTensors(self.ranks, parameters_as_bucket_view)
             )
             if not overlap_with_ddp:
                 with fail_together(self.process_group):

@@ -27,13 +27,11 @@ class WholeTensors:
     Args:
         ranks: the ranks that share the parameters.
         bucket_view: parameters of a rank become views of one tensor, which is sent as a whole.
-        count_frozen: frozen parameters weigh as much as trainable parameters, as in torch.
     """
 
-    def __init__(self, ranks: Ranks, bucket_view: bool, count_frozen: bool) -> None:
+    def __init__(self, ranks: Ranks, bucket_view: bool) -> None:
         self.ranks = ranks
         self.bucket_view = bucket_view
-        self.count_frozen = count_frozen
         self.owner: dict[Tensor, int] = {}
         self.params: list[list[list[Tensor]]] = []  # by group and rank
         # Elements by rank, of parameters that weigh (True) and of parameters that do not (False).
@@ -63,7 +61,7 @@ class WholeTensors:
     def _assign(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
         for weighs, ties in ((True, None), (False, self._loads[True])):
-            chosen = [p for p in params if (self.count_frozen or p.requires_grad) is weighs]
+            chosen = [p for p in params if p.requires_grad is weighs]
             sizes, loads = [param.numel() for param in chosen], self._loads[weighs]
             found = ops.partition_greedy(sizes, self.ranks.size, loads, ties)
             for param, size, rank in zip(chosen, sizes, found, strict=True):
