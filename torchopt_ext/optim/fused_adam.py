@@ -2,12 +2,11 @@
 
 import copy
 import inspect
-import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,27 +19,19 @@ from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.arguments import (
     HYPERPARAMETERS,
     expect_bools,
-    expect_counts,
-    expect_group,
     expect_hyperparameters,
     restored_if_raised,
 )
 from torchopt_ext.optim.collective import fail_together_in
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
+from torchopt_ext.optim.options import StepArguments, StepOptions, with_options
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import (
-    REMAINDER,
-    MasterWeights,
-    StateDtype,
-    Storage,
-    with_own_steps,
-)
-from torchopt_ext.optim.telemetry import TRACKED, track_bits
+from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.statedict.entries import ABSENT, CONTROL_KEY, FORMS, control_entry, converted
 from torchopt_ext.statedict.loaded import (
     Loaded,
@@ -69,43 +60,8 @@ class FusedAdam(HookedStep, PlannedStep):
         bias_correction: divides the moments by ``1 - beta**step``, as Adam does. A group may have
             a value of its own. Groups have the key only if it was given or the value is False:
             torch's have none.
-        max_grad_norm: clips the 2-norm of all gradients to this value, inside the step, as
-            ``torch.nn.utils.clip_grad_norm_`` would; the gradients in memory do not change. None
-            and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
-        skip_nonfinite: skips a step in which any gradient is not finite.
         decoupled_weight_decay: uses the weight decay of AdamW, as in torch.optim.Adam.
-        process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
-            defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
-            within the group are counted once (experts on meshes of their own). DTensors whose
-            meshes have only this rank in common with the group are summed over their meshes first
-            (pipeline stages under FSDP). Leave it out under DDP, whose gradients are replicated,
-            and if no ranks outside the DTensors' meshes share the norm.
-        master_weights: what 16-bit parameters keep. "fp32": a float32 weight in
-            ``state[p]["master_weight"]``, which steps update and round to the parameter.
-            "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
-            ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
-            bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
-            Where this, ``state_dtype`` or ``stochastic_rounding`` does not apply to a parameter
-            that would need it, the others have it, and a warning and ``repr`` say so.
-        state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
-            weight and the parameter's own dtype without. "int8" means 8 bits each:
-            ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
-            float32 scales for groups of 64 elements of a row in ``exp_avg_scale_v2`` and
-            ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
-            Parameters with one dimension or rows of less than 64 elements keep float32 moments.
-        fp32_moments: which other parameters keep float32 moments with ``state_dtype="int8"``, a
-            sequence. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if they are
-            tied to an output layer; it searches the modules of this process. Any other string is a
-            regular expression, searched for in the names of parameters. A tensor chooses the given
-            parameter. With (), every matrix has 8-bit moments.
-        stochastic_rounding: rounds bfloat16 parameters without master weight, weights with
-            "remainder8", and bfloat16 and 8-bit moments up or down at random, so that the mean is
-            exact.
-        rounding_seed: decides every random bit, together with step, parameter number and element.
-        write_back_gradients: also writes the unscaled and clipped gradients to memory.
-        track: what a step records of each parameter for :attr:`telemetry`: any of "norms" (of
-            gradient and update), "lost_updates" (elements whose update rounded to nothing) and
-            "digest" (64 bits that tell replicas apart); True for all.
+        **options: as :class:`torchopt_ext.optim.options.StepOptions`, for all groups alike.
 
     Raises:
         TypeError: a parameter cannot be updated (see the message), or an argument has a wrong type.
@@ -118,7 +74,6 @@ class FusedAdam(HookedStep, PlannedStep):
     writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
     required_state = ("step", "exp_avg", "exp_avg_sq")
     _fp32_moments: tuple[str | Tensor, ...] | None = None  # until the constructor has all groups
-    _fp32_chosen: Sequence[str] = EMBEDDINGS  # for messages
 
     estimate = staticmethod(estimate)
 
@@ -128,6 +83,7 @@ class FusedAdam(HookedStep, PlannedStep):
     _looked_at: Mapping[int, Identity] = {}
     _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
 
+    @with_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -142,18 +98,9 @@ class FusedAdam(HookedStep, PlannedStep):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        master_weights: MasterWeights | None = None,
-        state_dtype: StateDtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
-        write_back_gradients: bool = False,
-        track: bool | Collection[str] = False,
-        fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
+        **options: Unpack[StepArguments],
     ) -> None:
         expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and (lr.is_complex() or lr.dtype == torch.bool):
@@ -167,24 +114,16 @@ class FusedAdam(HookedStep, PlannedStep):
             maximize=maximize,
             capturable=capturable,
             decoupled_weight_decay=decoupled_weight_decay,
-            stochastic_rounding=stochastic_rounding,
-            write_back_gradients=write_back_gradients,
             bias_correction=bias_correction,
         )
-        expect_counts(rounding_seed=rounding_seed)
-        rounding_seed = operator.index(rounding_seed)
-        if not 0 <= rounding_seed < 2**64:
-            raise ValueError(f"Invalid rounding_seed: {rounding_seed}, expected 64 bits")
-        self._storage = Storage(master_weights, state_dtype)
-        check_chosen(fp32_moments)
-        self._fp32_chosen = tuple(i if isinstance(i, str) else "a parameter" for i in fp32_moments)
-        self._options = param_state.PlanOptions(
-            stochastic_rounding, rounding_seed, write_back_gradients, track_bits(track)
-        )
-        expect_group(process_group)
-        self.process_group = process_group
+        chosen = StepOptions.of(type(self), options)
+        self._storage = Storage(chosen.master_weights, chosen.state_dtype)
+        names = tuple(i if isinstance(i, str) else "a parameter" for i in chosen.fp32_moments)
+        # The group and the tensors are not the options' to keep alive.
+        self._options = replace(chosen, fp32_moments=names, process_group=None)
+        self.process_group = chosen.process_group
         self._init_control()
-        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        self.max_grad_norm, self.skip_nonfinite = chosen.max_grad_norm, chosen.skip_nonfinite
         own = {
             "betas": tuple(b if isinstance(b, Tensor) else float(b) for b in betas),
             "foreach": foreach,
@@ -198,8 +137,8 @@ class FusedAdam(HookedStep, PlannedStep):
         self._reject_groups_of_another(params)
         with restored_if_raised(params):
             super().__init__(params, torchs.defaults | own)
-            self._fp32_moments = tuple(fp32_moments)
-            self._look_at_new_params(partial=process_group is not None)
+            self._fp32_moments = tuple(chosen.fp32_moments)
+            self._look_at_new_params(partial=chosen.process_group is not None)
 
     def _reject_groups_of_another(self, groups: Any) -> None:
         """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
@@ -460,7 +399,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
             "_fp32_moments": self._fp32_moments,
-            "_fp32_chosen": self._fp32_chosen,
             "_fp32_places": self._fp32_places,
             "_options": self._options,
             "_settings": self._settings,
@@ -528,21 +466,23 @@ class FusedAdam(HookedStep, PlannedStep):
                 self.state[param] = state
                 self._mark_weights([param])
 
+    @property
+    def options(self) -> StepOptions:
+        """The options that the next step has. Of ``fp32_moments``, tensors are left out."""
+        live = ("max_grad_norm", "skip_nonfinite", "process_group")
+        return replace(
+            self._options,
+            master_weights=self._storage.master_weights,
+            **{name: getattr(self, name) for name in live},
+        )
+
     def _beside_groups(self) -> dict[str, Any]:
-        """Returns the arguments for all groups and their values."""
-        options = self._options
-        chosen = self._fp32_chosen if self._storage.state_dtype == torch.int8 else EMBEDDINGS
-        return {
-            "max_grad_norm": self.max_grad_norm,
-            "skip_nonfinite": self.skip_nonfinite,
-            "master_weights": self._storage.master_weights,
-            "state_dtype": self._storage.state_dtype,
-            "fp32_moments": "" if chosen == EMBEDDINGS else str(chosen),
-            "stochastic_rounding": options.stochastic_rounding,
-            "rounding_seed": options.rounding_seed,
-            "write_back_gradients": options.write_back_gradients,
-            "track": [name for name, bit in TRACKED.items() if options.track & bit],
-            "process_group": self.process_group,
+        """Returns the arguments for all groups and their values, as text where they are several."""
+        options = self.options
+        named = self._storage.state_dtype == torch.int8 and options.fp32_moments != EMBEDDINGS
+        return vars(options) | {
+            "fp32_moments": str(options.fp32_moments) if named else "",
+            "track": [*options.track],
             "set_schedule": self.has_schedule,
             "set_loss_scale": self.has_loss_scale,
         }
@@ -576,6 +516,7 @@ class FusedAdamW(FusedAdam):
     as in :class:`FusedAdam`.
     """
 
+    @with_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -590,20 +531,11 @@ class FusedAdamW(FusedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        master_weights: MasterWeights | None = None,
-        state_dtype: StateDtype | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
-        write_back_gradients: bool = False,
-        track: bool | Collection[str] = False,
-        fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
         bias_correction: bool = True,
+        **options: Unpack[StepArguments],
     ) -> None:
-        arguments = locals() | {"decoupled_weight_decay": True}
-        del arguments["self"], arguments["__class__"]
+        arguments: dict[str, Any] = {**locals(), **options, "decoupled_weight_decay": True}
+        del arguments["self"], arguments["__class__"], arguments["options"]
         super().__init__(**arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,9 +18,10 @@ from torchopt_ext.optim.local import (
     local_tensor,
     params_of,
 )
+from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_of
-from torchopt_ext.optim.telemetry import TRACKED, Telemetry, keep_digests, telemetry_of
+from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.statedict.masters import refresh_stale_elements
 
@@ -50,7 +51,7 @@ class PlannedStep(Controlled, Optimizer):
     # Names for messages and telemetry if groups have no param_names: set by containers.
     parameter_names: Sequence[Sequence[str]] = ()  # of each group, "" for none
     _storage: Storage
-    _options: param_state.PlanOptions
+    _options: StepOptions
     _built: _Built | None = None
     _digests: Mapping[Identity, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
@@ -70,7 +71,7 @@ class PlannedStep(Controlled, Optimizer):
             raise RuntimeError(
                 "there is no telemetry without track=, or before the first step with this state"
             )
-        return telemetry_of(self._built.plan, self._built.names, self._options.track)
+        return telemetry_of(self._built.plan, self._built.names, track_bits(self._options.track))
 
     @property
     def gradients_copied(self) -> int:
@@ -236,7 +237,7 @@ class PlannedStep(Controlled, Optimizer):
 
     def _seen_digests(self) -> Mapping[Identity, Tensor]:
         """Returns the last digests by parameter, including parameters without a gradient."""
-        if self._built is None or not self._options.track & TRACKED["digest"]:
+        if self._built is None or "digest" not in self._options.track:
             return self._digests
         return dict(zip(self._built.identities, self.telemetry.digests, strict=True))
 

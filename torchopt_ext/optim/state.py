@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torchopt_ext.optim.local import (
     params_of,
     part_of,
 )
+from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES, quantized_problem, scales_like
 from torchopt_ext.optim.storage import SIXTEEN_BIT, Storage, packed_steps, place_of
-from torchopt_ext.optim.telemetry import TRACKED
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master, has_low_bits
 from torchopt_ext.statedict.moments import code_problems, fit_moments, has_codes
@@ -251,20 +250,6 @@ def _fit_state(
     return held
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options for more than the update: StepOptions of csrc/kernels/tensor_work.h."""
-
-    stochastic_rounding: bool = False
-    rounding_seed: int = 0
-    write_back_gradients: bool = False
-    track: int = 0
-
-    @property
-    def numbers_elements(self) -> bool:
-        return self.stochastic_rounding or bool(self.track & TRACKED["digest"])
-
-
 def norm_parts(optimizer: Any) -> dict[NormPart, int]:
     """Returns the number of each part of a plan: the parameters of one device and norm key.
 
@@ -282,7 +267,7 @@ def norm_parts(optimizer: Any) -> dict[NormPart, int]:
 
 
 def build_plan(
-    optimizer: Any, storage: Storage, options: PlanOptions
+    optimizer: Any, storage: Storage, options: StepOptions
 ) -> tuple[OptimizerPlan, list[NormPart], list[tuple[str, Tensor]]]:
     """Builds a plan for every parameter that has state.
 
@@ -346,7 +331,7 @@ def build_plan(
         [device for device, _ in parts],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),
-        **vars(options),
+        **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
     return plan, list(parts), named

@@ -20,7 +20,6 @@ from torchopt_ext.optim.local import (
     squares_of,
 )
 from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.telemetry import TRACKED
 
 
 class ScalarWriter(Protocol):
@@ -181,7 +180,7 @@ def _values(optimizer: Any) -> dict[str, Tensor]:
         name = "lr" if len(groups) == 1 else f"lr/{label}"
         lr = group["lr"]
         values[name] = factor * (moved(lr, factor.device) if isinstance(lr, Tensor) else float(lr))
-    if isinstance(optimizer, PlannedStep) and optimizer._options.track & TRACKED["norms"]:
+    if isinstance(optimizer, PlannedStep) and "norms" in optimizer._options.track:
         values["update_to_weight"] = _update_to_weight(optimizer)
     return values
 

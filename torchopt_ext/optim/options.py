@@ -1,0 +1,218 @@
+"""The options of a step, declared once: arguments, signatures, checks and configurations."""
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from typing_extensions import Doc
+
+from torchopt_ext.optim.arguments import expect_bools, expect_counts, expect_group
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
+from torchopt_ext.optim.storage import MasterWeights, StateDtype, Storage
+from torchopt_ext.optim.telemetry import TRACKED, track_bits
+
+T = TypeVar("T")
+
+
+def option(default: Any, text: str, kind: Any = None, *, compare: bool = True) -> Any:
+    """Returns a field of :class:`StepOptions` that configurations have, too.
+
+    Args:
+        text: its help there.
+        kind: its type there, if it is another.
+        compare: whether steps differ if it does.
+    """
+    return field(default=default, compare=compare, metadata={"text": text, "kind": kind})
+
+
+class StepArguments(TypedDict, total=False):
+    """The arguments for :class:`StepOptions`, as type checkers and editors need them."""
+
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    master_weights: MasterWeights | None
+    state_dtype: StateDtype | None
+    fp32_moments: Collection[str | Tensor]
+    stochastic_rounding: bool
+    rounding_seed: int
+    write_back_gradients: bool
+    track: bool | Collection[str]
+    process_group: torch.distributed.ProcessGroup | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a step does around the algorithm's formula, for all param groups alike.
+
+    Each option is a keyword argument of FusedAdam and FusedAdamW.
+
+    Args:
+        max_grad_norm: clips the 2-norm of all gradients to this value, inside the step, as
+            ``torch.nn.utils.clip_grad_norm_`` would; the gradients in memory do not change. None
+            and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
+        skip_nonfinite: skips a step in which any gradient is not finite.
+        master_weights: what 16-bit parameters keep. "fp32": a float32 weight in
+            ``state[p]["master_weight"]``, which steps update and round to the parameter.
+            "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
+            ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
+            bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
+            Where this, ``state_dtype`` or ``stochastic_rounding`` does not apply to a parameter
+            that would need it, the others have it, and a warning and ``repr`` say so.
+        state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
+            weight and the parameter's own dtype without. "int8" means 8 bits each:
+            ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
+            float32 scales for groups of 64 elements of a row in ``exp_avg_scale_v2`` and
+            ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
+            Parameters with one dimension or rows of less than 64 elements keep float32 moments.
+        fp32_moments: which other parameters keep float32 moments with ``state_dtype="int8"``, a
+            sequence. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if they are
+            tied to an output layer; it searches the modules of this process. Any other string is a
+            regular expression, searched for in the names of parameters. A tensor chooses the given
+            parameter. With (), every matrix has 8-bit moments.
+        stochastic_rounding: rounds bfloat16 parameters without master weight, weights with
+            "remainder8", and bfloat16 and 8-bit moments up or down at random, so that the mean is
+            exact.
+        rounding_seed: decides every random bit, together with step, parameter number and element.
+        write_back_gradients: also writes the unscaled and clipped gradients to memory.
+        track: what a step records of each parameter for ``telemetry``: any of "norms" (of gradient
+            and update), "lost_updates" (elements whose update rounded to nothing) and "digest" (64
+            bits that tell replicas apart); True for all.
+        process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
+            defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
+            within the group are counted once (experts on meshes of their own). DTensors whose
+            meshes have only this rank in common with the group are summed over their meshes first
+            (pipeline stages under FSDP). Leave it out under DDP, whose gradients are replicated,
+            and if no ranks outside the DTensors' meshes share the norm.
+
+    Raises:
+        TypeError: an option has a wrong type.
+        ValueError: an option is out of range.
+    """
+
+    max_grad_norm: float | None = option(
+        None, "Clip to this norm in the step, in addition to training.max_norm before the step."
+    )
+    skip_nonfinite: bool = option(
+        False, "Skip the update of a step in which a gradient is not finite."
+    )
+    master_weights: MasterWeights | None = option(
+        None, "Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."
+    )
+    state_dtype: StateDtype | None = option(
+        None, "Dtype of the moments.", Literal["float32", "bfloat16", "int8"] | None
+    )
+    fp32_moments: Collection[str | Tensor] = option(
+        EMBEDDINGS,
+        'Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names.',
+        list[str],
+        compare=False,
+    )
+    stochastic_rounding: bool = option(
+        False, "Round bfloat16 parameters and moments stochastically, without bias."
+    )
+    rounding_seed: int = option(0, "Seed of stochastic_rounding.")
+    write_back_gradients: bool = option(
+        False, "Also write unscaled and clipped gradients back to memory."
+    )
+    track: Collection[str] = option(
+        (), "Values to record for each parameter.", list[Literal["norms", "lost_updates", "digest"]]
+    )
+    process_group: Any = field(default=None, compare=False)  # a torch.distributed.ProcessGroup
+
+    def __post_init__(self) -> None:
+        expect_bools(
+            stochastic_rounding=self.stochastic_rounding,
+            write_back_gradients=self.write_back_gradients,
+        )
+        expect_counts(rounding_seed=self.rounding_seed)
+        seed = operator.index(self.rounding_seed)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"Invalid rounding_seed: {seed}, expected 64 bits")
+        check_chosen(self.fp32_moments)
+        bits = track_bits(self.track)
+        expect_group(self.process_group)
+        vars(self).update(
+            state_dtype=Storage(self.master_weights, self.state_dtype).state_dtype,
+            rounding_seed=seed,
+            track=tuple(name for name, bit in TRACKED.items() if bits & bit),
+        )
+
+    @classmethod
+    def of(cls, owner: type, arguments: Mapping[str, Any]) -> "StepOptions":
+        """Returns the options that keyword arguments give to the constructor of ``owner``.
+
+        Raises:
+            TypeError: there is no such argument; the message names the nearest.
+        """
+        for name in arguments.keys() - NAMES:
+            near = difflib.get_close_matches(name, inspect.signature(owner).parameters, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(
+                f"{owner.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}"
+            )
+        return cls(**arguments)
+
+    @property
+    def numbers_elements(self) -> bool:
+        """Whether steps depend on where a parameter's elements lie in the whole model."""
+        return self.stochastic_rounding or "digest" in self.track
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """The arguments of OptimizerPlan: StepOptions of csrc/kernels/tensor_work.h."""
+        names = ("stochastic_rounding", "rounding_seed", "write_back_gradients")
+        return {name: getattr(self, name) for name in names} | {"track": track_bits(self.track)}
+
+
+NAMES = frozenset(one.name for one in fields(StepOptions))
+
+
+def with_options(init: T) -> T:
+    """Shows each option in the signature of a constructor that takes ``**options``."""
+    signature = inspect.signature(init)  # type: ignore[arg-type]
+    *explicit, _ = signature.parameters.values()
+    kinds = get_type_hints(StepArguments)
+    options = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=kinds[one.name],
+        )
+        for one in fields(StepOptions)
+    ]
+    shown = signature.replace(parameters=[*explicit, *options])
+    init.__signature__ = shown  # type: ignore[attr-defined]
+    return init
+
+
+def configures_step(*without: str) -> Callable[[type[T]], type[T]]:
+    """Returns a decorator that adds the options to a configuration, below ``@dataclass``.
+
+    Options that the class declares itself keep its type and default.
+
+    Args:
+        without: options that the configuration does not have.
+    """
+
+    def add(cls: type[T]) -> type[T]:
+        kinds = get_type_hints(StepOptions)
+        for one in fields(StepOptions):
+            name, text = one.name, one.metadata.get("text")
+            if text is None or name in without or name in cls.__annotations__:
+                continue
+            kind = one.metadata["kind"] or kinds[name]
+            cls.__annotations__[name] = Annotated[kind, Doc(text)]
+            default: Any = one.default
+            if get_origin(kind) is list:
+                default = field(default_factory=partial(list, default))
+            setattr(cls, name, default)
+        return cls
+
+    return add
