@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Set
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, overload
 
@@ -15,17 +16,13 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
+from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 logger = logging.getLogger(__name__)
 
 FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_OPTIONS = (
-    *("max_grad_norm", "skip_nonfinite", "master_weights", "state_dtype", "stochastic_rounding"),
-    *("rounding_seed", "write_back_gradients", "track"),
-)
-"""Arguments of FusedAdam and FusedAdamW that a configuration may have."""
 _SHARED_OPTIONS = ("amsgrad", "maximize")
 """Arguments that torch's classes have, too."""
 
@@ -100,7 +97,7 @@ def build_optimizers(
 
     options = fused_options(config)
     deferred = bool(getattr(config, "deferred_clipping", False))
-    if process_group is None and options.keys() & {"max_grad_norm", "skip_nonfinite"}:
+    if process_group is None and options.keys() & ASK_FOR_NORM:
         process_group = _group_of_stages(dims)
     if process_group is not None:
         options["process_group"] = process_group
@@ -173,8 +170,7 @@ def fused_options(config: Any) -> dict[str, Any]:
         ValueError: `rounding_seed` lacks `stochastic_rounding`, or `fp32_moments` 8-bit moments.
     """
     options = read_options(config)
-    for message in ineffective_alone(options).values():
-        raise ValueError(message)
+    reject_ineffective(options)
     return options
 
 
@@ -183,10 +179,8 @@ def read_options(config: Any) -> dict[str, Any]:
 
     A dtype may be given by its name. The default of `fp32_moments` only counts with 8-bit moments.
     """
-    given = {
-        name: config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        for name in (*_OPTIONS, "fp32_moments")
-    }
+    read = config.get if isinstance(config, Mapping) else partial(getattr, config)
+    given = {name: read(name, None) for name in CONFIGURED}
     chosen = given.pop("fp32_moments")
     options = {name: value for name, value in given.items() if value}
     if isinstance(dtype := options.get("state_dtype"), str):
@@ -194,12 +188,28 @@ def read_options(config: Any) -> dict[str, Any]:
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
     eight_bits = is_8_bit(options.get("state_dtype"))
     if chosen is not None and (eight_bits or list(chosen) != list(EMBEDDINGS)):
-        options["fp32_moments"] = chosen
+        options["fp32_moments"] = chosen  # () is a choice, too
     return options
 
 
-def ineffective_alone(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns FusedAdamW's arguments without effect because another is missing, and says why."""
+def reject_ineffective(options: Mapping[str, Any], params: Iterable[nn.Parameter] = ()) -> None:
+    """Raises ValueError for options without effect on these parameters (:func:`ineffective`)."""
+    dtypes = {param.dtype for param in params if param.requires_grad}
+    for message in ineffective(options, dtypes).values():
+        raise ValueError(message)
+
+
+def ineffective(
+    options: Mapping[str, Any], dtypes: Set[torch.dtype] = frozenset()
+) -> dict[str, str]:
+    """Returns the options without effect, and says why.
+
+    An option may lack another, or what it needs of the parameters: 16-bit parameters for master
+    weights, and for stochastic rounding parameters or moments that are rounded to bfloat16 or int8.
+
+    Args:
+        dtypes: of the parameters. Without any it says nothing about them.
+    """
     messages = {}
     if options.get("rounding_seed") and not options.get("stochastic_rounding"):
         messages["rounding_seed"] = "rounding_seed has no effect without stochastic_rounding"
@@ -208,29 +218,8 @@ def ineffective_alone(options: Mapping[str, Any]) -> dict[str, str]:
             "fp32_moments has no effect without state_dtype='int8', found "
             f"{options['fp32_moments']!r}"
         )
-    return messages
-
-
-def reject_ineffective(options: dict[str, Any], params: Iterable[nn.Parameter]) -> None:
-    """Rejects arguments of FusedAdamW that would have no effect on parameters of these dtypes.
-
-    Raises:
-        ValueError: there are master weights without 16-bit parameters, or stochastic rounding
-            although neither parameters nor moments are rounded to bfloat16 or int8.
-    """
-    dtypes = {param.dtype for param in params if param.requires_grad}
-    for message in ineffective_on(options, dtypes).values():
-        raise ValueError(message)
-
-
-def ineffective_on(options: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, str]:
-    """Returns FusedAdamW's arguments without effect on parameters of these dtypes, and says why.
-
-    Without a dtype there are no parameters, about which it says nothing.
-    """
     if not dtypes:
-        return {}
-    messages = {}
+        return messages
     found = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
     master = options.get("master_weights")
     if master and dtypes.isdisjoint(SIXTEEN_BIT if master == "fp32" else {torch.bfloat16}):

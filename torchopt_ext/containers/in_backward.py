@@ -25,6 +25,7 @@ from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import evaluate, inner_step
 from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.options import ASK_FOR_NORM
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of, remove_all
 from torchopt_ext.statedict.entries import MASTERS
 
@@ -73,8 +74,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         backwards_per_step: int | None = 1,
         **kwargs: Any,
     ) -> None:
-        norm_for = ("max_grad_norm", "skip_nonfinite")
-        self.measures_norm = any(optimizer_kwargs.get(name) for name in norm_for)
+        self.measures_norm = any(optimizer_kwargs.get(name) for name in ASK_FOR_NORM)
         self._backwards = backwards_per_step
         if backwards_per_step is not None:
             expect_counts(backwards_per_step=backwards_per_step)

@@ -28,6 +28,7 @@ from torchopt_ext.containers.build import fused_options, reject_ineffective_with
 from torchopt_ext.containers.deferred_clipping import take_over
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
+from torchopt_ext.optim.options import configures_step
 
 warn_if_untested("torchtitan", "0.2.2")
 
@@ -50,6 +51,7 @@ _SUFFIX = "_torchopt_ext"
 
 
 @dataclass
+@configures_step()
 class Optimizer:
     """Additional fields of `[optimizer]`: see docs/torchtitan.md.
 
@@ -58,27 +60,11 @@ class Optimizer:
 
     deferred_clipping: bool = False
     """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
-    max_grad_norm: float | None = None
-    """Clip to this norm in the step, in addition to training.max_norm before the step."""
     no_decay: list[str] = field(default_factory=list)
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
     """Factors of the learning rate by pattern of names; the first match decides."""
-    skip_nonfinite: bool = False
-    """Skip the update of a step in which a gradient is not finite."""
-    master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."""
-    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the moments."""
-    fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
-    """Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names."""
-    stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments stochastically, without bias."""
-    rounding_seed: int = 0
-    """Seed of stochastic_rounding."""
-    write_back_gradients: bool = False
-    """Also write clipped gradients back to memory."""
-    track: list[str] = field(default_factory=list)
+    track: list[str] = field(default_factory=list)  # torchtitan reads other lists without commas
     """Values to record for each parameter: norms, lost_updates, digest."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import containers
 from torchopt_ext.containers.build import (
-    ineffective_alone,
-    ineffective_on,
+    ineffective,
     read_options,
     reject_ineffective_without_norm,
 )
@@ -40,8 +39,8 @@ from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedAdam, FusedAdamW
 from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.context import ALONE
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS
 from torchopt_ext.optim.local import params_of
+from torchopt_ext.optim.options import configures_step
 from torchopt_ext.statedict.dcp import group_of
 
 warn_if_untested("torchtitan", "0.3.0")
@@ -93,21 +92,13 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
     """
 
     @dataclass(kw_only=True, slots=True)
+    @configures_step()
     class Config(stock.OptimizersContainer.Config):  # type: ignore[misc]
         """torchtitan's fields, and FusedAdamW's arguments for all torchopt_ext optimizers.
 
         `optimizer_factory_kwargs_by_name` may have these arguments for the optimizers of one name.
         """
 
-        max_grad_norm: float | None = None
-        skip_nonfinite: bool = False
-        master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-        state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-        fp32_moments: list[str] = field(default_factory=lambda: [*EMBEDDINGS])
-        stochastic_rounding: bool = False
-        rounding_seed: int = 0
-        write_back_gradients: bool = False
-        track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
         deferred_clipping: bool = False
         """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
 
@@ -352,10 +343,7 @@ def _reject_ineffective(
     for group, own in zip(config.param_groups, dtypes, strict=True):
         if _ours(group.optimizer_name, config):
             by_name.setdefault(group.optimizer_name, set()).update(own)
-    messages = {
-        name: ineffective_alone(arguments[name]) | ineffective_on(arguments[name], own)
-        for name, own in by_name.items()
-    }
+    messages = {name: ineffective(arguments[name], own) for name, own in by_name.items()}
     given = config.optimizer_factory_kwargs_by_name
     for name in messages:
         for option, message in messages[name].items():

@@ -64,11 +64,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             otherwise for a constant scale of 1.
         clip_grad_norm: threshold for the 2-norm of all gradients; 0 or less for no clipping. None
             for the base's ``max_grad_norm`` if above 0, otherwise 1.0: LightRFT clips by default.
-        process_group: ranks that share the norm and the skip decision, if DTensors do not define
-            them. Plain parameters are then disjoint shards. DTensors whose meshes lie within the
-            group are counted once. DTensors whose meshes have only this rank in common with it are
-            summed over their meshes first. None: every DTensor is summed over its own mesh, and
-            plain parameters count as replicas.
+        process_group: ranks that share the norm and the skip decision, as in FusedAdamW. None:
+            every DTensor is summed over its own mesh, and plain parameters count as replicas.
 
     Raises:
         TypeError: the base cannot be wrapped, or a parameter cannot be stepped; names it.

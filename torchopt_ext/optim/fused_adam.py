@@ -27,7 +27,7 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
-from torchopt_ext.optim.options import StepArguments, StepOptions, with_options
+from torchopt_ext.optim.options import ASK_FOR_NORM, StepArguments, StepOptions, with_options
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.step import fused_step
@@ -469,7 +469,7 @@ class FusedAdam(HookedStep, PlannedStep):
     @property
     def options(self) -> StepOptions:
         """The options that the next step has. Of ``fp32_moments``, tensors are left out."""
-        live = ("max_grad_norm", "skip_nonfinite", "process_group")
+        live = ASK_FOR_NORM | {"process_group"}
         return replace(
             self._options,
             master_weights=self._storage.master_weights,

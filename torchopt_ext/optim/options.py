@@ -4,9 +4,10 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -171,48 +172,37 @@ class StepOptions:
 
 
 NAMES = frozenset(one.name for one in fields(StepOptions))
+CONFIGURED = tuple(one.name for one in fields(StepOptions) if one.metadata)
+ASK_FOR_NORM = frozenset({"max_grad_norm", "skip_nonfinite"})
 
 
 def with_options(init: T) -> T:
     """Shows each option in the signature of a constructor that takes ``**options``."""
     signature = inspect.signature(init)  # type: ignore[arg-type]
-    *explicit, _ = signature.parameters.values()
-    kinds = get_type_hints(StepArguments)
-    options = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=one.default,
-            annotation=kinds[one.name],
-        )
-        for one in fields(StepOptions)
-    ]
-    shown = signature.replace(parameters=[*explicit, *options])
-    init.__signature__ = shown  # type: ignore[attr-defined]
+    *shown, _ = signature.parameters.values()
+    kinds, keyword = get_type_hints(StepArguments), inspect.Parameter.KEYWORD_ONLY
+    for one in fields(StepOptions):
+        kind = kinds[one.name]
+        shown.append(inspect.Parameter(one.name, keyword, default=one.default, annotation=kind))
+    init.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return init
 
 
 def configures_step(*without: str) -> Callable[[type[T]], type[T]]:
-    """Returns a decorator that adds the options to a configuration, below ``@dataclass``.
+    """Returns a decorator below ``@dataclass`` that adds the options to a configuration.
 
-    Options that the class declares itself keep its type and default.
-
-    Args:
-        without: options that the configuration does not have.
+    Except those in ``without``, and those that the class declares itself.
     """
 
     def add(cls: type[T]) -> type[T]:
         kinds = get_type_hints(StepOptions)
         for one in fields(StepOptions):
-            name, text = one.name, one.metadata.get("text")
-            if text is None or name in without or name in cls.__annotations__:
-                continue
-            kind = one.metadata["kind"] or kinds[name]
-            cls.__annotations__[name] = Annotated[kind, Doc(text)]
-            default: Any = one.default
-            if get_origin(kind) is list:
-                default = field(default_factory=partial(list, default))
-            setattr(cls, name, default)
+            name = one.name
+            if name in CONFIGURED and name not in (*without, *cls.__annotations__):
+                kind = one.metadata["kind"] or kinds[name]
+                cls.__annotations__[name] = Annotated[kind, Doc(one.metadata["text"])]
+                default = [*one.default] if isinstance(one.default, tuple) else one.default
+                setattr(cls, name, field(default_factory=partial(copy, default)))
         return cls
 
     return add

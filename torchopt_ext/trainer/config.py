@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from torchopt_ext.optim.options import configures_step
 from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
 
 
@@ -137,6 +138,7 @@ class Model:
 
 
 @dataclass
+@configures_step("max_grad_norm")  # training.max_norm
 class Optimizer:
     name: str = "AdamW"
     """Adam or AdamW."""
@@ -160,20 +162,6 @@ class Optimizer:
     """Update each parameter in backward; foreach and for-loop then neither clip nor skip."""
     skip_nonfinite: bool = True
     """Skip the update of a step in which a gradient or the loss is not finite."""
-    master_weights: Literal["fp32", "remainder", "remainder8"] | None = None
-    """Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."""
-    state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
-    """Dtype of the moments."""
-    fp32_moments: list[str] = field(default_factory=lambda: ["embedding"])
-    """Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names."""
-    stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments stochastically, without bias."""
-    rounding_seed: int = 0
-    """Seed of stochastic_rounding."""
-    write_back_gradients: bool = False
-    """Write unscaled and clipped gradients back to memory."""
-    track: list[Literal["norms", "lost_updates", "digest"]] = field(default_factory=list)
-    """Values to record for each parameter."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
     maximize: bool = False

@@ -170,5 +170,5 @@ def build_for_stage(
         reject_ineffective(optimizers.defaults, [param for _, param in named])
         if is_8_bit(optimizers.defaults.get("state_dtype")):
             # A stage does not know whether a pattern is found in another stage.
-            fp32_params(named, job_config.optimizer.fp32_moments, embeddings=())
+            fp32_params(named, vars(job_config.optimizer)["fp32_moments"], embeddings=())
     return optimizers

@@ -1,0 +1,83 @@
+"""The step's options: one declaration, which constructors and configurations follow."""
+
+import dataclasses
+import inspect
+import math
+import pickle
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext.optim.options import (
+    CONFIGURED,
+    StepArguments,
+    StepOptions,
+    configures_step,
+)
+from torchopt_ext.trainer.config import JobConfig
+from torchopt_ext.trainer.load_config import settings_of
+
+DEFAULTS = {option.name: option.default for option in dataclasses.fields(StepOptions)}
+
+
+def adam(**options: Any) -> FusedAdam:
+    return FusedAdam([nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
+def test_signatures_show_every_option(cls: type[FusedAdam]) -> None:
+    shown = inspect.signature(cls).parameters
+    assert get_type_hints(StepArguments).keys() == DEFAULTS.keys()
+    assert {name: shown[name].default for name in DEFAULTS} == DEFAULTS
+    assert {shown[name].kind for name in DEFAULTS} == {inspect.Parameter.KEYWORD_ONLY}
+    assert "options" not in shown
+
+
+def test_an_unknown_argument_is_named_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"FusedAdam\.__init__.*'max_norm'.*'max_grad_norm'"):
+        adam(max_norm=1.0)
+    with pytest.raises(TypeError, match=r"FusedAdamW\.__init__.*'xyzzy'$"):
+        FusedAdamW([nn.Parameter(torch.ones(3))], xyzzy=1)  # type: ignore[call-arg]
+
+
+def test_options_are_those_of_the_next_step() -> None:
+    assert adam().options == StepOptions()
+    optimizer = adam(track=True, rounding_seed=7, stochastic_rounding=True, state_dtype="int8")
+    optimizer.max_grad_norm, optimizer.skip_nonfinite = math.inf, True
+    expected = StepOptions(
+        track=("norms", "lost_updates", "digest"),
+        rounding_seed=7,
+        stochastic_rounding=True,
+        state_dtype=torch.int8,
+        max_grad_norm=math.inf,
+        skip_nonfinite=True,
+    )
+    assert optimizer.options == expected
+    assert pickle.loads(pickle.dumps(optimizer)).options == expected
+    plain = adam()
+    plain.keep_masters()
+    assert plain.options == StepOptions(master_weights="fp32")
+
+
+def test_configurations_have_the_options_as_files_write_them() -> None:
+    @dataclasses.dataclass
+    @configures_step("rounding_seed")
+    class Section:
+        skip_nonfinite: bool = True
+
+    first, second = Section(), Section()
+    names = set(dataclasses.asdict(first))
+    assert names == {*CONFIGURED} - {"rounding_seed"}
+    assert vars(first)["skip_nonfinite"] is True
+    assert vars(first)["fp32_moments"] == ["embedding"]
+    vars(first)["track"].append("norms")
+    assert vars(second)["track"] == []
+
+
+def test_a_job_sets_every_option_of_files() -> None:
+    settings = settings_of(JobConfig)
+    own = {name for name in CONFIGURED if f"optimizer.{name}" in settings}
+    assert own == {*CONFIGURED} - {"max_grad_norm"}  # training.max_norm
