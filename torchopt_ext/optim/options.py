@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -19,17 +20,6 @@ from torchopt_ext.optim.storage import MasterWeights, StateDtype, Storage
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 
 T = TypeVar("T")
-
-
-def option(default: Any, text: str, kind: Any = None, *, compare: bool = True) -> Any:
-    """Returns a field of :class:`StepOptions` that configurations have, too.
-
-    Args:
-        text: its help there.
-        kind: its type there, if it is another.
-        compare: whether steps differ if it does.
-    """
-    return field(default=default, compare=compare, metadata={"text": text, "kind": kind})
 
 
 class StepArguments(TypedDict, total=False):
@@ -54,36 +44,37 @@ class StepOptions:
     Each option is a keyword argument of FusedAdam and FusedAdamW.
 
     Args:
-        max_grad_norm: clips the 2-norm of all gradients to this value, inside the step, as
-            ``torch.nn.utils.clip_grad_norm_`` would; the gradients in memory do not change. None
-            and 0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
+        max_grad_norm: clips the 2-norm of all gradients to this value, inside the step. Works as
+            ``torch.nn.utils.clip_grad_norm_``, but the gradients in memory do not change. None and
+            0 turn clipping off. ``math.inf`` measures ``control.grad_norm`` without clipping.
         skip_nonfinite: skips a step in which any gradient is not finite.
-        master_weights: what 16-bit parameters keep. "fp32": a float32 weight in
-            ``state[p]["master_weight"]``, which steps update and round to the parameter.
-            "remainder", for bfloat16: the 16 bits that complete the parameter to float32, in
-            ``state[p]["remainder"]`` (int16), 2 bytes less. "remainder8", for bfloat16: the next 8
-            bits, in ``state[p]["remainder8"]`` (int8), 3 bytes less (docs/numerics.md section 7).
+        master_weights: what 16-bit parameters keep: "fp32" weights, or for bfloat16 the next 16
+            ("remainder") or 8 bits ("remainder8"). A float32 weight is in
+            ``state[p]["master_weight"]``; steps update it and round it to the parameter. The 16
+            bits that complete the parameter to float32 are in ``state[p]["remainder"]`` (int16), 2
+            bytes less. The next 8 bits are in ``state[p]["remainder8"]`` (int8), 3 bytes less
+            (docs/numerics.md section 7).
             Where this, ``state_dtype`` or ``stochastic_rounding`` does not apply to a parameter
             that would need it, the others have it, and a warning and ``repr`` say so.
-        state_dtype: dtype of the moments, float32 or bfloat16. None means float32 with a master
-            weight and the parameter's own dtype without. "int8" means 8 bits each:
+        state_dtype: dtype of the moments: float32, bfloat16 or "int8". None means float32 with a
+            master weight and the parameter's own dtype without. "int8" means 8 bits each:
             ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
             float32 scales for groups of 64 elements of a row in ``exp_avg_scale_v2`` and
             ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
             Parameters with one dimension or rows of less than 64 elements keep float32 moments.
-        fp32_moments: which other parameters keep float32 moments with ``state_dtype="int8"``, a
-            sequence. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if they are
-            tied to an output layer; it searches the modules of this process. Any other string is a
-            regular expression, searched for in the names of parameters. A tensor chooses the given
-            parameter. With (), every matrix has 8-bit moments.
-        stochastic_rounding: rounds bfloat16 parameters without master weight, weights with
-            "remainder8", and bfloat16 and 8-bit moments up or down at random, so that the mean is
-            exact.
+        fp32_moments: which parameters keep float32 moments with state_dtype "int8": "embedding" or
+            patterns of names. "embedding" chooses weights of nn.Embedding and EmbeddingBag, also if
+            they are tied to an output layer; it searches the modules of this process. Any other
+            string is a regular expression, searched for in the names of parameters. A tensor
+            chooses the given parameter. With (), every matrix has 8-bit moments.
+        stochastic_rounding: rounds bfloat16 parameters, and moments of 16 and 8 bits, up or down at
+            random, so that the mean is exact. Parameters are rounded so without a master weight,
+            and weights with "remainder8".
         rounding_seed: decides every random bit, together with step, parameter number and element.
         write_back_gradients: also writes the unscaled and clipped gradients to memory.
-        track: what a step records of each parameter for ``telemetry``: any of "norms" (of gradient
-            and update), "lost_updates" (elements whose update rounded to nothing) and "digest" (64
-            bits that tell replicas apart); True for all.
+        track: what a step records of each parameter: "norms", "lost_updates", "digest". Norms are
+            of gradient and update, lost updates the elements whose update rounded to nothing, and
+            digests 64 bits that tell replicas apart; see ``telemetry``. True for all.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -96,35 +87,16 @@ class StepOptions:
         ValueError: an option is out of range.
     """
 
-    max_grad_norm: float | None = option(
-        None, "Clip to this norm in the step, in addition to training.max_norm before the step."
-    )
-    skip_nonfinite: bool = option(
-        False, "Skip the update of a step in which a gradient is not finite."
-    )
-    master_weights: MasterWeights | None = option(
-        None, "Keep more bits of 16-bit parameters (training.dtype): fp32 copies, or remainders."
-    )
-    state_dtype: StateDtype | None = option(
-        None, "Dtype of the moments.", Literal["float32", "bfloat16", "int8"] | None
-    )
-    fp32_moments: Collection[str | Tensor] = option(
-        EMBEDDINGS,
-        'Parameters with fp32 moments under state_dtype int8: "embedding" or patterns of names.',
-        list[str],
-        compare=False,
-    )
-    stochastic_rounding: bool = option(
-        False, "Round bfloat16 parameters and moments stochastically, without bias."
-    )
-    rounding_seed: int = option(0, "Seed of stochastic_rounding.")
-    write_back_gradients: bool = option(
-        False, "Also write unscaled and clipped gradients back to memory."
-    )
-    track: Collection[str] = option(
-        (), "Values to record for each parameter.", list[Literal["norms", "lost_updates", "digest"]]
-    )
-    process_group: Any = field(default=None, compare=False)  # a torch.distributed.ProcessGroup
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    master_weights: MasterWeights | None = None
+    state_dtype: StateDtype | None = None
+    fp32_moments: Collection[str | Tensor] = field(default=EMBEDDINGS, compare=False)
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+    write_back_gradients: bool = False
+    track: Collection[str] = ()
+    process_group: Any = field(default=None, compare=False)  # torch.distributed.ProcessGroup | None
 
     def __post_init__(self) -> None:
         expect_bools(
@@ -151,7 +123,7 @@ class StepOptions:
         Raises:
             TypeError: there is no such argument; the message names the nearest.
         """
-        for name in arguments.keys() - NAMES:
+        for name in arguments.keys() - DEFAULTS.keys():
             near = difflib.get_close_matches(name, inspect.signature(owner).parameters, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(
@@ -171,8 +143,23 @@ class StepOptions:
         return {name: getattr(self, name) for name in names} | {"track": track_bits(self.track)}
 
 
-NAMES = frozenset(one.name for one in fields(StepOptions))
-CONFIGURED = tuple(one.name for one in fields(StepOptions) if one.metadata)
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(StepOptions)}
+CONFIGURED = tuple(name for name in DEFAULTS if name != "process_group")
+"""The options that a file can give."""
+_IN_FILES: dict[str, Any] = {
+    "state_dtype": Literal["float32", "bfloat16", "int8"] | None,
+    "fp32_moments": list[str],
+    "track": list[Literal["norms", "lost_updates", "digest"]],
+}
+"""Types of options in files, if they are others."""
+_HELP = {
+    name: text[0].upper() + " ".join(text[1:].split())
+    for name, text in re.findall(
+        r"^    (\w+): ((?:.|\n {8})+?\.)\s", inspect.getdoc(StepOptions) or "", re.MULTILINE
+    )
+    if name in DEFAULTS
+}
+"""The first sentence about each option."""
 ASK_FOR_NORM = frozenset({"max_grad_norm", "skip_nonfinite"})
 
 
@@ -181,9 +168,8 @@ def with_options(init: T) -> T:
     signature = inspect.signature(init)  # type: ignore[arg-type]
     *shown, _ = signature.parameters.values()
     kinds, keyword = get_type_hints(StepArguments), inspect.Parameter.KEYWORD_ONLY
-    for one in fields(StepOptions):
-        kind = kinds[one.name]
-        shown.append(inspect.Parameter(one.name, keyword, default=one.default, annotation=kind))
+    for name, default in DEFAULTS.items():
+        shown.append(inspect.Parameter(name, keyword, default=default, annotation=kinds[name]))
     init.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return init
 
@@ -193,15 +179,14 @@ def configures_step(*without: str) -> Callable[[type[T]], type[T]]:
 
     Except those in ``without``, and those that the class declares itself.
     """
+    kinds = get_type_hints(StepOptions) | _IN_FILES
 
     def add(cls: type[T]) -> type[T]:
-        kinds = get_type_hints(StepOptions)
-        for one in fields(StepOptions):
-            name = one.name
-            if name in CONFIGURED and name not in (*without, *cls.__annotations__):
-                kind = one.metadata["kind"] or kinds[name]
-                cls.__annotations__[name] = Annotated[kind, Doc(one.metadata["text"])]
-                default = [*one.default] if isinstance(one.default, tuple) else one.default
+        for name in CONFIGURED:
+            if name not in (*without, *cls.__annotations__):
+                default = DEFAULTS[name]
+                default = [*default] if isinstance(default, tuple) else default
+                cls.__annotations__[name] = Annotated[kinds[name], Doc(_HELP.get(name, ""))]
                 setattr(cls, name, field(default_factory=partial(copy, default)))
         return cls
 

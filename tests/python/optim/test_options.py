@@ -13,14 +13,13 @@ from torch import nn
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.optim.options import (
     CONFIGURED,
+    DEFAULTS,
     StepArguments,
     StepOptions,
     configures_step,
 )
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.load_config import settings_of
-
-DEFAULTS = {option.name: option.default for option in dataclasses.fields(StepOptions)}
 
 
 def adam(**options: Any) -> FusedAdam:
@@ -75,6 +74,9 @@ def test_configurations_have_the_options_as_files_write_them() -> None:
     assert vars(first)["fp32_moments"] == ["embedding"]
     vars(first)["track"].append("norms")
     assert vars(second)["track"] == []
+    for kind in get_type_hints(Section, include_extras=True).values():
+        texts = [text.documentation for text in getattr(kind, "__metadata__", ())]
+        assert kind is bool or [text[0].isupper() and text[-1] == "." for text in texts] == [True]
 
 
 def test_a_job_sets_every_option_of_files() -> None:
