@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
-from typing_extensions import Doc
+from typing_extensions import Doc  # torch requires this package
 
 from torchopt_ext.optim.arguments import expect_bools, expect_counts, expect_group
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
