@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         offload_fsdp_optimizer,
         optimizer_on_device,
     )
+    from torchopt_ext.optim.digest import digest
     from torchopt_ext.optim.groups import param_groups
     from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
@@ -35,12 +36,13 @@ cmake_prefix_path: str = _library.cmake_prefix_path
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
     "ZeroRedundancyOptimizer", "cmake_prefix_path", "containers", "cuda_built",
-    "load_fsdp_optimizer", "log_to", "mixed_precision", "offload_fsdp_optimizer",
+    "digest", "load_fsdp_optimizer", "log_to", "mixed_precision", "offload_fsdp_optimizer",
     "ops", "optimizer_on_device", "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {
     "ZeroRedundancyOptimizer": "zero",
+    "digest": "optim.digest",
     "log_to": "optim.step_log",
     "param_groups": "optim.groups",
 }

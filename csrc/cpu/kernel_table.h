@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/adam.h"
+#include "kernels/digest.h"
 #include "kernels/exact_accumulator.h"
 #include "kernels/kinds.h"
 #include "kernels/trace.h"
@@ -32,6 +33,9 @@ struct KernelTable {
   // is float64. `past_caches`: for copies that are larger than the caches.
   void (*scaled_copy[kDTypes][kDTypes])(void* to, const void* from, double factor, int64_t n,
                                         bool past_caches);
+
+  // Returns the digest of elements [begin, end) of an array.
+  uint64_t (*digest)(const DigestArray&, int64_t begin, int64_t end);
 };
 
 const KernelTable& default_kernels();

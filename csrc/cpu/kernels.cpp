@@ -7,6 +7,7 @@
 #include "cpu/adam_loop.h"
 #include "cpu/adam_traced.h"
 #include "cpu/block_sums.h"
+#include "cpu/digest.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
 #include "cpu/quantized_loop.h"
@@ -142,7 +143,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
   return {
       .name = kName,
       .adam = {adam<AdamKind{kKinds}>...},
-      .traced = adam_traced<FloatLane::Words>,
+      .traced = adam_traced,
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
                       add_squares<Float16>},
@@ -155,6 +156,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
                        scaled_copy<BFloat16, Float16>},
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
+      .digest = digest,
   };
 }
 

@@ -24,15 +24,8 @@ inline __m128i narrow8(__m256 a, Float16) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Operations on registers of 32-bit words (kernels/stochastic.h, cpu/digest_sums.h).
+// Operations on registers of 32-bit words (kernels/stochastic.h).
 struct Avx2Words : VectorWords<32> {
-  // Operations on 64-bit pairs of words: the product of the signed lower words, the upper word.
-  static reg multiply_lower(reg a, reg b) { return _mm256_mul_epi32(a, b); }
-  static reg upper(reg a) { return _mm256_srli_epi64(a, 32); }
-
-  // Multiplies the signed 16-bit halves of words and adds the two products of each word.
-  static reg add_products_of_halves(reg a, reg b) { return _mm256_madd_epi16(a, b); }
-
   // Operations on 16-bit words, for PairLane. Packing saturates.
   static reg load_halves(const int8_t* x) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));

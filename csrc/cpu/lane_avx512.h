@@ -17,13 +17,6 @@ inline __m256i narrow16(__m512 a, Float16) {
 }
 
 struct Avx512Words : VectorWords<64> {
-  static reg multiply_lower(reg a, reg b) { return _mm512_mul_epi32(a, b); }
-  static reg upper(reg a) {  // a shuffle: shifts share their port with multiplications
-    return _mm512_shuffle_epi32(a, _MM_PERM_DDBB);
-  }
-
-  static reg add_products_of_halves(reg a, reg b) { return _mm512_madd_epi16(a, b); }
-
   static reg load_halves(const int8_t* x) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   }

@@ -26,7 +26,7 @@ inline void store_vector(void* x, V a) {
   __builtin_memcpy(x, &a, sizeof(a));
 }
 
-// Operations on registers of 32-bit words (kernels/stochastic.h, cpu/digest_sums.h).
+// Operations on registers of 32-bit words (kernels/stochastic.h).
 template <int kBytes>
 struct VectorWords {
   using reg = VectorOf<long long, kBytes>;  // __m256i or __m512i
@@ -44,10 +44,6 @@ struct VectorWords {
   static reg bit_and_not(reg a, reg b) { return ~a & b; }
   static reg multiply(reg a, reg b) { return bit_cast<reg>(bit_cast<Word>(a) * bit_cast<Word>(b)); }
   static reg shifted(reg a, int bits) { return bit_cast<reg>(bit_cast<Word>(a) >> bits); }
-  static reg add_pairs(reg a, reg b) {
-    using Pair = VectorOf<unsigned long long, kBytes>;
-    return bit_cast<reg>(bit_cast<Pair>(a) + bit_cast<Pair>(b));
-  }
 
   // Operations on 16-bit words, for PairLane.
   static reg halves(int16_t a) { return bit_cast<reg>(static_cast<uint16_t>(a) - Half{}); }

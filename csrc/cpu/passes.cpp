@@ -10,6 +10,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -84,19 +85,18 @@ std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups
   return hypers;
 }
 
-// Sums the traces of each tensor's chunks. A tensor without a gradient keeps its digest.
+// Sums the traces of each tensor's chunks.
 void sum_traces(const WorkList& work, const Control& control, const Traces& traces) {
   const auto* chunk_traces = static_cast<const ChunkTrace*>(traces.chunks.const_data_ptr());
   auto* norms = traces.norms.data_ptr<double>();
-  auto* counts = traces.counts.data_ptr<int64_t>();
+  auto* lost = traces.lost.data_ptr<int64_t>();
   size_t c = 0;
   for (size_t t = 0; t < work.tensors.size(); ++t) {
     ChunkTrace sum{};
     for (; c < work.chunks.size() && static_cast<size_t>(work.chunks[c].tensor) == t; ++c) {
       add_trace(sum, chunk_traces[c]);
     }
-    finish_trace(sum, control, work.tensors[t].memory[kGrad] != nullptr, norms + 2 * t,
-                 counts + 2 * t);
+    finish_trace(sum, control, work.tensors[t].memory[kGrad] != nullptr, norms + 2 * t, lost[t]);
   }
 }
 
@@ -254,6 +254,18 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   });
 }
 
+void digest(const WorkList& arrays, const at::Tensor& digests) {
+  auto* sums = digests.data_ptr<int64_t>();
+  for_each_share(arrays, [&](size_t first, size_t last) {
+    for (size_t i = first; i < last; ++i) {
+      const Chunk& chunk = arrays.chunks[i];
+      const DigestArray& array = arrays.tensors[static_cast<size_t>(chunk.tensor)];
+      const uint64_t found = kernels().digest(array, chunk.begin, chunk.end());
+      std::atomic_ref(sums[chunk.tensor]).fetch_add(static_cast<int64_t>(found));
+    }
+  });
+}
+
 at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));
   const auto* from = steps.const_data_ptr<int64_t>();
@@ -271,7 +283,7 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 const Passes& passes() {
   static constexpr Passes all{
       sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
-      prepare,        adam,  scaled_copy,       lr_factors};
+      prepare,        adam,  scaled_copy,       digest,         lr_factors};
   return all;
 }
 

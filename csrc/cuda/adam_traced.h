@@ -2,8 +2,8 @@
 // the report of each tensor, made from the traces of its chunks.
 #pragma once
 
-#include "cuda/digest_tile.h"
 #include "cuda/pass_b.h"
+#include "kernels/block_rule.h"
 #include "kernels/trace.h"
 
 namespace torchopt_ext {
@@ -16,9 +16,8 @@ inline constexpr int kMostTiles = 2 * kChunkElements / kTileElements;
 
 // The shared memory of a block that updates a chunk, and of a warp that makes a report.
 struct TracedShared {
-  double sumsq[kMostTiles][2];                    // of each tile's gradient and update
-  ChunkTrace warps[kAdamThreads / kWarpThreads];  // the counts
-  uint16_t half_factors[kDigestSegment];          // half_factor() of each word's upper half
+  double sumsq[kMostTiles][2];                // of each tile's gradient and update
+  int64_t lost[kAdamThreads / kWarpThreads];  // by each warp
 };
 using ReportShared = ChunkTrace[kWarpThreads];
 
@@ -27,10 +26,14 @@ struct TraceArgs {
   const int64_t* first_chunks;  // of each tensor, then the number of chunks
   ChunkTrace* chunks;           // the output of each chunk
   double* norms;                // the outputs of each tensor, as in Traces
-  int64_t* counts;
+  int64_t* lost;
 };
 
 namespace {
+
+// Two elements at any address.
+template <class T>
+using TwoElementsAnywhere = VectorLane<T, 2, 2, 2, 1>;
 
 // Sums and counts over a warp's tiles. By the block rule, thread t owns lanes 2t and 2t + 1.
 template <AdamKind kKind, class Warp>
@@ -83,19 +86,17 @@ struct WarpTrace {
     });
     unrolled<2>([&](int lane) { grad[lane] = change[lane] = {}; });
   }
-  // Writes the counts of all tiles.
-  TORCHOPT_HD void finish(const Warp& warp, ChunkTrace& counts) {
+  // Writes the count of all tiles.
+  TORCHOPT_HD void finish(const Warp& warp, int64_t& count) {
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       warp.fold(lost, distance);
-      warp.fold(digest, distance);
     }
-    warp.leader([&] { counts = {0.0, 0.0, lost[0], digest[0]}; });
+    warp.leader([&] { count = lost[0]; });
   }
 
   PerThread<double> grad[2]{};
   PerThread<double> change[2]{};
   PerThread<int> lost{};
-  PerThread<uint64_t> digest{};
 };
 
 template <AdamKind kKind>
@@ -110,8 +111,7 @@ TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
 // Updates a tile by a warp, several rows of lanes at once, so that their loads overlap.
 template <AdamKind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
-                                    const AdamChunk<kKind>& chunk, const SharedHalfFactors& factors,
-                                    int tile) {
+                                    const AdamChunk<kKind>& chunk, int tile) {
   using T = ComputeType<kKind>;
   constexpr int kRows = kTraits<kKind>.width / 2;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
@@ -136,20 +136,13 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& tr
       step(VectorLane<T, 1>{}, i);
     }
   });
-  if ((chunk.options.track & kTrackDigest) != 0) {
-    digest_tile(warp, trace.digest, chunk, factors, begin, end, [&](int i) {
-      const int64_t number = global_element(chunk.work, chunk.begin + i);
-      return digest_place(chunk.work.index, static_cast<uint64_t>(number));
-    });
-  }
 }
 
 // Updates a tile of kTileGroups groups, or as many as are left.
 static_assert(kTileGroups <= kWarpThreads);
 template <AdamKind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
-                                    const QuantizedChunk<kKind>& chunk,
-                                    const SharedHalfFactors& factors, int tile) {
+                                    const QuantizedChunk<kKind>& chunk, int tile) {
   using SingleLane = VectorLane<float, 1>;
   struct Weights {
     typename SingleLane::reg of[kTileElements / kWarpThreads];
@@ -183,24 +176,6 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& tr
       trace.after(SingleLane{}, elements, thread, lane, i, before[thread].of[k]);
     });
   });
-  if ((elements.options.track & kTrackDigest) == 0) {
-    return;
-  }
-  const auto place_of = [&](int group, int in_group) {
-    const int64_t number = global_element(elements.work, elements.begin + groups.begin(group));
-    return digest_place(elements.work.index, static_cast<uint64_t>(number), in_group);
-  };
-  warp.each([&](int thread) {
-    const int group = first + thread;
-    if (group < last) {
-      trace.digest[thread] +=
-          digest_scales(elements.work.memory, chunk.first_group + group, place_of(group, 0));
-    }
-  });
-  digest_tile(warp, trace.digest, elements, factors, begin, end, [&](int i) {
-    const int group = groups.of(i);
-    return place_of(group, i - groups.begin(group));
-  });
 }
 
 // Updates a block's chunk if its tensor is of this kind. Each warp takes a tile at a time, and one
@@ -213,30 +188,24 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TracedShared& shared, c
     return;
   }
   const ChunkOf<kKind> of_kind(args, chunk);
-  cta.each([&](int thread) {
-    for (int k = thread; k < static_cast<int>(kDigestSegment); k += cta.threads) {
-      const int factor = half_factor(2 * static_cast<uint32_t>(k) + 1);
-      shared.half_factors[k] = static_cast<uint16_t>(factor);
-    }
-  });
   const int tiles = tiles_of(of_kind);
   const int warps = cta.threads / kWarpThreads;
   cta.each_warp([&](int warp_index, const auto& warp) __attribute__((always_inline)) {
     WarpTrace<kKind, std::remove_cvref_t<decltype(warp)>> trace;
     for (int tile = warp_index; tile < tiles; tile += warps) {
-      update_tile(warp, trace, of_kind, SharedHalfFactors{shared.half_factors}, tile);
+      update_tile(warp, trace, of_kind, tile);
       trace.finish_tile(warp, shared.sumsq[tile]);
     }
-    trace.finish(warp, shared.warps[warp_index]);
+    trace.finish(warp, shared.lost[warp_index]);
   });
   cta.each([&](int thread) {
     if (thread == 0) {
       ChunkTrace sum{};
       for (int tile = 0; tile < tiles; ++tile) {
-        add_trace(sum, {shared.sumsq[tile][0], shared.sumsq[tile][1], 0, 0});
+        add_trace(sum, {shared.sumsq[tile][0], shared.sumsq[tile][1], 0});
       }
       for (int warp = 0; warp < warps; ++warp) {
-        add_trace(sum, shared.warps[warp]);
+        sum.lost += shared.lost[warp];
       }
       traces.chunks[cta.block] = tracked(sum, args.options.track);
     }
@@ -268,7 +237,7 @@ TORCHOPT_HD inline void sum_traces_body(const Warp& warp, ReportShared& shared, 
   }
   warp.leader([&] {
     finish_trace(sum, *args.control, args.steps[i].grad != nullptr, traces.norms + 2 * i,
-                 traces.counts + 2 * i);
+                 traces.lost[i]);
   });
 }
 

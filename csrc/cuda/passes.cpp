@@ -17,6 +17,7 @@
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
+#include "cuda/digest.h"
 #include "cuda/norm.h"
 
 namespace torchopt_ext::cuda {
@@ -197,7 +198,7 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& ar
   const auto chunks = static_cast<int64_t>(work.chunks.size());
   const TraceArgs to{tables.first_of_tensor.address<const int64_t>(stream),
                      static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
-                     traces.norms.data_ptr<double>(), traces.counts.data_ptr<int64_t>()};
+                     traces.norms.data_ptr<double>(), traces.lost.data_ptr<int64_t>()};
   for (int k = 0; k < kAdamKinds && chunks > 0; ++k) {
     const auto kind = static_cast<AdamKind>(k);
     if (std::any_of(work.tensors.begin(), work.tensors.end(),
@@ -283,6 +284,21 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void digest(const WorkList& arrays, const at::Tensor& digests) {
+  if (arrays.chunks.empty()) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(digests.device());
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  CudaTables& tables = tables_of(arrays, stream);
+  tables.chunks.upload(arrays.chunks, stream);
+  launch_digest({tables.tensors.address<const DigestArray>(stream),
+                 tables.chunks.address<const Chunk>(stream),
+                 static_cast<int64_t>(arrays.chunks.size()), digests.data_ptr<int64_t>()},
+                stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 // A negative step is a caller's error that only the host could detect. It counts as 0.
 at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   const c10::cuda::CUDAGuard guard(steps.device());
@@ -300,7 +316,7 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 const Passes& passes() {
   static constexpr Passes all{
       sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
-      prepare,        adam,  scaled_copy,       lr_factors};
+      prepare,        adam,  scaled_copy,       digest,         lr_factors};
   return all;
 }
 

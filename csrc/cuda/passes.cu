@@ -3,6 +3,7 @@
 
 #include "cuda/control.h"
 #include "cuda/copy.h"
+#include "cuda/digest.h"
 #include "cuda/norm.h"
 
 namespace torchopt_ext {
@@ -53,6 +54,10 @@ __global__ void __launch_bounds__(kCopyThreads, 5) copy_kernel(CopyArgs args) {
   copy_body(DeviceCta{}, args);
 }
 
+__global__ void __launch_bounds__(kDigestBlock) digest_kernel(DigestArgs args) {
+  digest_body(DeviceCta{}, args);
+}
+
 }  // namespace
 
 // Launches at most as many blocks as the device runs at once, because each block ends with atomics.
@@ -96,6 +101,12 @@ void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* fa
 
 void launch_copy(const CopyArgs& args, int64_t chunk_count, cudaStream_t stream) {
   copy_kernel<<<static_cast<unsigned>(chunk_count), kCopyThreads, 0, stream>>>(args);
+}
+
+void launch_digest(const DigestArgs& args, cudaStream_t stream) {
+  constexpr int64_t kWarps = kDigestBlock / kWarpThreads;
+  const auto grid = static_cast<unsigned>((args.chunk_count + kWarps - 1) / kWarps);
+  digest_kernel<<<grid, kDigestBlock, 0, stream>>>(args);
 }
 
 }  // namespace torchopt_ext

@@ -1,135 +1,179 @@
-// A 64-bit digest of the values that a step stores, independent of their order. It is the sum,
-// modulo 2**64, of the signed 16-bit halves of words, each half times three odd factors: of the
-// half's place in its segment of 512 elements, of the word's lane of the segment (every eighth
-// word) and of the array. Words are counted from the parameter's start. Words of fp64 elements and
-// of scales are not split; they have a factor of their element and one of their array. Replicas
-// with the same values have the same digest, digests of shards add up to the whole wherever it is
-// cut, and one flipped bit always changes the digest. The halves of 32 words of a lane, times their
-// first factors, add up to a signed 32-bit number: registers take one product and one sum for all
-// of their halves. docs/numerics.md section 9.
+// A 64-bit digest of arrays of parameters, independent of the order of their elements. It is the
+// sum, modulo 2**64, of the signed 16-bit halves of words, each half times three odd factors: of
+// the half's place in its segment of 512 elements, of the word's lane of the segment (every eighth
+// word) and of the array's role. Words are counted from the parameter's start. Words of fp64
+// elements and of scales are not split; they have a factor of their element and one of their role.
+// Replicas with the same values have the same digest, digests of shards add up to the whole
+// wherever it is cut, and one flipped bit always changes the digest. docs/numerics.md section 10.
 #pragma once
 
+#include "kernels/quantize.h"
 #include "kernels/stochastic.h"
 
 namespace torchopt_ext {
-namespace {
 
 inline constexpr uint32_t kDigestSegment = 512;  // elements
+inline constexpr int kDigestLanes = 8;
+inline constexpr int kDigestThreads = 32;      // a warp's
+inline constexpr int64_t kDigestChunk = 8192;  // elements that a warp adds
+inline constexpr int kFirstScaleRole = 5;      // roles from here on are of scales
+inline constexpr int kDigestUpperWord = 5;     // added to the role of fp64 elements' upper words
 
-// Returns the factor of a half's place in its segment; half 2 * k is the lower half of fp32 element
-// k. All differ, so exchanged halves show. A word's two factors add up to 2048, which bounds sums.
-TORCHOPT_HD constexpr int half_factor(uint32_t half) {
-  uint32_t x = half / 2 * 317 % kDigestSegment;  // each step is a permutation of the words
+// An array of a parameter, or of its shard. A digest reads memory[kParam], numel, row_length (with
+// 8-bit moments the length of the parameter's rows, otherwise 0), the place, and of layout.param
+// only the size; `group` is the role.
+using DigestArray = TensorWork;
+
+namespace {
+
+// Returns the factor of a word's upper half by the word's place in its segment. All differ, so
+// exchanged halves show. The lower half's factor is 2048 less this factor.
+TORCHOPT_HD constexpr int32_t upper_half_factor(uint32_t word) {
+  uint32_t x = word * 317 % kDigestSegment;  // each step is a permutation of the words
   x = (x ^ (x >> 4)) * 229 % kDigestSegment;
-  const int factor = static_cast<int>(2 * x + 1);
-  return half % 2 == 0 ? 2048 - factor : factor;
+  return static_cast<int32_t>(2 * x + 1);
 }
 
-// Returns the factor of an array, or of the upper words of its fp64 elements.
-TORCHOPT_HD constexpr uint64_t array_factor(int array, bool is_upper = false) {
-  const int number = array + (is_upper ? kElementArrays : 0) + 1;
-  return mix64(static_cast<uint64_t>(number)) | 1;
+// Returns the sum of a word's signed halves times their factors; at most 2**26 in magnitude.
+TORCHOPT_HD constexpr int32_t weighted_halves(uint32_t word, int32_t upper_factor) {
+  const auto lower = static_cast<int32_t>(static_cast<int16_t>(word));
+  const int32_t upper = static_cast<int32_t>(word) >> 16;
+  return lower * 2048 + (upper - lower) * upper_factor;
 }
 
-// Calls visit(array) for the per-element arrays that a step stores, except for parameters with an
-// fp32 master: they are the master rounded, and may have been stored past the caches.
-template <class Visit>
-[[gnu::always_inline]] TORCHOPT_HD inline void for_each_stored(const Layout& layout,
-                                                               const Visit& visit) {
-  for_each_written(
-      layout, [&](Array array) __attribute__((always_inline)) {
-        if (array != kParam || layout.master != Master::kFloat32) {
-          visit(array);
-        }
-      });
+TORCHOPT_HD constexpr uint64_t role_factor(int role) {
+  return mix64(static_cast<uint64_t>(role + 1)) | 1;
 }
 
-// The place of an element in its parameter.
-struct DigestPlace {
-  uint32_t base;    // the same for elements whose numbers differ only in their lowest kStreamBits
-  uint32_t number;  // the lower half of the element's number
-};
-TORCHOPT_HD inline DigestPlace digest_place(uint32_t parameter, uint64_t element, int behind = 0) {
-  return {static_cast<uint32_t>(mix64(mix64(parameter) + (element >> kStreamBits))),
-          static_cast<uint32_t>(element) + static_cast<uint32_t>(behind)};
+// The same for elements whose numbers differ only in their lowest kStreamBits bits.
+TORCHOPT_HD inline uint32_t digest_base(uint32_t parameter, int64_t element) {
+  return static_cast<uint32_t>(
+      mix64(mix64(parameter) + static_cast<uint64_t>(element >> kStreamBits)));
 }
 
-inline constexpr uint32_t kDigestLanes = 8;
-
-// Returns the factor of an element.
-TORCHOPT_HD inline int32_t element_factor(const DigestPlace& place) {
-  uint32_t x = place.number * kWeylStep + place.base;
+// Returns the factor of an element. A lane's is that of one of the first elements of its segment.
+TORCHOPT_HD inline int32_t element_factor(uint32_t base, int64_t element) {
+  uint32_t x = static_cast<uint32_t>(element) * kWeylStep + base;
   x = (x ^ (x >> 16)) * 0x21f0aaadu;
   return static_cast<int32_t>((x ^ (x >> 15)) | 1);
 }
 
-// Returns the factor of the lane of a word of the place's segment.
-TORCHOPT_HD inline int32_t lane_factor(const DigestPlace& place, uint32_t word) {
-  const uint32_t segment = place.number / kDigestSegment * kDigestSegment;
-  return element_factor({place.base, segment + word % kDigestLanes});
-}
-
-// Returns the bits of element i of an array whose elements have at most 4 bytes.
-TORCHOPT_HD inline uint32_t element_bits(const void* x, int64_t size, int64_t i) {
-  return size == 4   ? static_cast<const uint32_t*>(x)[i]
-         : size == 2 ? static_cast<const uint16_t*>(x)[i]
-                     : static_cast<const uint8_t*>(x)[i];
-}
-
-// Returns the sum of such an element's halves, each times the factor of its place in the segment.
-// `factor` is half_factor or an equivalent table.
-template <class Factor>
-TORCHOPT_HD inline int32_t weighted_element(uint32_t bits, int64_t size, uint32_t in_segment,
-                                            const Factor& factor) {
-  if (size == 4) {
-    return static_cast<int16_t>(bits) * factor(2 * in_segment) +
-           static_cast<int16_t>(bits >> 16) * factor(2 * in_segment + 1);
-  }
-  if (size == 2) {
-    return static_cast<int16_t>(bits) * factor(in_segment);
-  }
-  // The byte is half of a half; the upper byte of a half holds the sign.
-  const int byte =
-      in_segment % 2 == 0 ? static_cast<uint8_t>(bits) : static_cast<int8_t>(bits) * 256;
-  return byte * factor(in_segment / 2);
-}
-
-// Returns the factor of a whole word, used where few words are added.
-TORCHOPT_HD inline uint64_t whole_word_factor(const DigestPlace& place) {
-  return static_cast<uint64_t>(int64_t{element_factor(place)});
-}
-
-// Returns the digest of element i of all arrays of a parameter that is computed in T.
-template <class T>
-TORCHOPT_HD inline uint64_t digest_element(const Layout& layout, void* const (&x)[kArrays],
-                                           int64_t i, const DigestPlace& place) {
-  uint64_t sum = 0;
-  if constexpr (sizeof(T) == sizeof(double)) {
-    for_each_stored(layout, [&](Array array) {
-      const auto bits = bit_cast<uint64_t>(static_cast<const double*>(x[array])[i]);
-      sum += (bits & 0xffffffffu) * array_factor(array) + (bits >> 32) * array_factor(array, true);
-    });
-    return sum * whole_word_factor(place);
-  } else {
-    const uint32_t in_segment = place.number % kDigestSegment;
-    for_each_stored(layout, [&](Array array) {
-      const int64_t size = element_size(layout, array);
-      const int64_t element =
-          weighted_element(element_bits(x[array], size, i), size, in_segment, half_factor);
-      const int64_t lane = lane_factor(place, in_segment * static_cast<uint32_t>(size) / 4);
-      sum += static_cast<uint64_t>(element * lane) * array_factor(array);
-    });
-    return sum;
+// Calls visit(first, last, number of `first`, base) for the runs of elements [begin, end) that are
+// consecutive in the parameter, in one segment and of one base. All elements of a group of 8-bit
+// moments use the base of the group's first element.
+template <class Visit>
+TORCHOPT_HD inline void for_each_segment(const DigestArray& array, int64_t begin, int64_t end,
+                                         const Visit& visit) {
+  for (int64_t i = begin; i < end;) {
+    const int64_t number = global_element(array, i);
+    int64_t first = number;  // the element that decides the base
+    int64_t length = kDigestSegment - number % kDigestSegment;
+    const auto limit = [&](int64_t most) { length = length < most ? length : most; };
+    limit(end - i);
+    if (array.run != 0) {
+      limit(array.run - i % array.run);
+    }
+    if (array.row_length != 0) {
+      const int64_t in_row = i % array.row_length;
+      first -= in_row % kQuantGroup;
+      if (first >> kStreamBits != number >> kStreamBits) {  // the end of a group
+        limit(kQuantGroup - in_row % kQuantGroup);
+        limit(array.row_length - in_row);
+      }
+    }
+    visit(i, i + length, number, digest_base(array.index, first));
+    i += length;
   }
 }
 
-// Returns the digest of a group's scales, at the place of the group's first element.
-TORCHOPT_HD inline uint64_t digest_scales(void* const (&x)[kArrays], int64_t group,
-                                          const DigestPlace& place) {
-  const auto of = [&](Array array) {
-    return bit_cast<uint32_t>(static_cast<const float*>(x[array])[group]) * array_factor(array);
+// Returns the bytes [begin, end) of word `word` of memory, and zeros for the others.
+TORCHOPT_HD inline uint32_t word_within(const char* memory, int word, int begin, int end) {
+  uint32_t bits = 0;
+  for (int k = 0; k < 4; ++k) {
+    const int byte = 4 * word + k;
+    if (byte >= begin && byte < end) {
+      bits |= static_cast<uint32_t>(static_cast<uint8_t>(memory[byte - begin])) << 8 * k;
+    }
+  }
+  return bits;
+}
+
+// Adds the digest of elements [begin, end) to the sums of a warp's threads (cuda/cta.h). A thread
+// takes every 32nd word of a segment, which are of one lane and at most 16. factor(word) is
+// upper_half_factor or a table of it.
+template <class Warp, class Factor>
+TORCHOPT_HD inline void add_digest(const Warp& warp,
+                                   typename Warp::template PerThread<uint64_t>& sums,
+                                   const DigestArray& array, int64_t begin, int64_t end,
+                                   const Factor& factor) {
+  const uint64_t of_role = role_factor(array.group);
+  const auto* const memory = static_cast<const char*>(array.memory[kParam]);
+  const auto whole_word = [](uint32_t bits, int32_t of_element) {
+    return bits * static_cast<uint64_t>(int64_t{of_element});
   };
-  return (of(kExpAvgScale) + of(kExpAvgSqScale)) * whole_word_factor(place);
+  if (array.group >= kFirstScaleRole) {  // elements are groups
+    const int64_t in_row = groups_in_row(array.row_length);
+    for (int64_t row = begin; row < end; row += kDigestThreads) {
+      warp.each([&](int thread) {
+        const int64_t i = row + thread;
+        if (i < end) {
+          const int64_t first = i / in_row * array.row_length + i % in_row * kQuantGroup;
+          const int64_t number = global_element(array, first);
+          const int32_t of_group = element_factor(digest_base(array.index, number), number);
+          const auto bits = reinterpret_cast<const uint32_t*>(memory)[i];
+          sums[thread] += whole_word(bits, of_group) * of_role;
+        }
+      });
+    }
+    return;
+  }
+  const auto size = static_cast<int>(element_size(array.layout.param));
+  const uint64_t of_upper = role_factor(array.group + kDigestUpperWord);
+  for_each_segment(
+      array, begin, end, [&](int64_t first, int64_t last, int64_t number, uint32_t base) {
+        const auto in_segment = static_cast<int>(number % kDigestSegment);
+        const auto n = static_cast<int>(last - first);
+        const char* const from = memory + first * size;
+        if (size == 8) {
+          for (int row = 0; row < n; row += kDigestThreads) {
+            warp.each([&](int thread) {
+              if (row + thread < n) {
+                const auto bits = reinterpret_cast<const uint64_t*>(from)[row + thread];
+                const int32_t of_element = element_factor(base, number + row + thread);
+                sums[thread] += whole_word(static_cast<uint32_t>(bits), of_element) * of_role;
+                sums[thread] +=
+                    whole_word(static_cast<uint32_t>(bits >> 32), of_element) * of_upper;
+              }
+            });
+          }
+          return;
+        }
+        const int first_byte = in_segment * size;
+        const int last_byte = first_byte + n * size;
+        // Whole words that begin at multiples of 4 bytes, as if memory held the segment.
+        const bool aligned =
+            (reinterpret_cast<uintptr_t>(from) - static_cast<uintptr_t>(first_byte)) % 4 == 0;
+        typename Warp::template PerThread<int32_t> halves{};
+        for (int row = first_byte / 4 / kDigestThreads * kDigestThreads; 4 * row < last_byte;
+             row += kDigestThreads) {
+          if (aligned && 4 * row >= first_byte && 4 * (row + kDigestThreads) <= last_byte) {
+            const auto* const words =
+                reinterpret_cast<const uint32_t*>(from + (4 * row - first_byte));
+            warp.each([&](int thread) {
+              halves[thread] += weighted_halves(words[thread], factor(row + thread));
+            });
+          } else {
+            warp.each([&](int thread) {
+              const uint32_t word = word_within(from, row + thread, first_byte, last_byte);
+              halves[thread] += weighted_halves(word, factor(row + thread));
+            });
+          }
+        }
+        warp.each([&](int thread) {
+          const int32_t lane = element_factor(base, number - in_segment + thread % kDigestLanes);
+          sums[thread] += static_cast<uint64_t>(int64_t{halves[thread]} * lane) * of_role;
+        });
+      });
 }
 
 }  // namespace

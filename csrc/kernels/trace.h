@@ -7,7 +7,7 @@
 namespace torchopt_ext {
 
 // The statistics to collect, as bits of StepOptions::track.
-enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2, kTrackDigest = 4 };
+enum Track : uint32_t { kTrackNorms = 1, kTrackLost = 2 };
 
 // The elements of a tile, which the first-level cache holds. Norms are summed tile by tile, so
 // their bits depend on this length, and both back ends must use the same.
@@ -17,7 +17,6 @@ struct ChunkTrace {
   double grad_sumsq;    // of the gradient as it is in memory, loss scale included
   double update_sumsq;  // of the change of the stored weight
   int64_t lost;         // elements whose update rounded to nothing
-  uint64_t digest;      // kernels/digest.h
 };
 
 namespace {
@@ -26,8 +25,7 @@ namespace {
 TORCHOPT_HD inline ChunkTrace tracked(const ChunkTrace& trace, uint32_t track) {
   const bool norms = (track & kTrackNorms) != 0;
   return {norms ? trace.grad_sumsq : 0.0, norms ? trace.update_sumsq : 0.0,
-          (track & kTrackLost) != 0 ? trace.lost : 0,
-          (track & kTrackDigest) != 0 ? trace.digest : 0};
+          (track & kTrackLost) != 0 ? trace.lost : 0};
 }
 
 // Adds a chunk. Callers add chunks in order, so that the sums do not depend on threads.
@@ -36,21 +34,16 @@ TORCHOPT_HD inline void add_trace(ChunkTrace& sum, const ChunkTrace& chunk) {
   sum.grad_sumsq = L::add(sum.grad_sumsq, chunk.grad_sumsq);
   sum.update_sumsq = L::add(sum.update_sumsq, chunk.update_sumsq);
   sum.lost += chunk.lost;
-  sum.digest += chunk.digest;
 }
 
-// Writes the norms of the unscaled gradient and of the update to `norms`, and the lost updates and
-// the digest to `counts`. Without a gradient the digest is left as it is.
+// Writes the norms of the unscaled gradient and of the update to `norms`, and the lost updates.
 TORCHOPT_HD inline void finish_trace(const ChunkTrace& sum, const Control& control,
-                                     bool has_gradient, double* norms, int64_t* counts) {
+                                     bool has_gradient, double* norms, int64_t& lost) {
   using L = ScalarLane<double>;
   // The order of additions in a register decides which of several NaNs remains.
   norms[0] = has_gradient ? L::canonical(L::div(L::sqrt(sum.grad_sumsq), control.grad_scale)) : 0.0;
   norms[1] = has_gradient ? L::canonical(L::sqrt(sum.update_sumsq)) : 0.0;
-  counts[0] = has_gradient ? sum.lost : 0;
-  if (has_gradient) {
-    counts[1] = static_cast<int64_t>(sum.digest);
-  }
+  lost = has_gradient ? sum.lost : 0;
 }
 
 }  // namespace

@@ -101,9 +101,9 @@ void StepPlan::split_into_chunks() {
     const auto on_device = at::TensorOptions().device(device_);
     const auto n = static_cast<int64_t>(size());
     traces_.chunks =
-        at::zeros({static_cast<int64_t>(work_.chunks.size()), 4}, on_device.dtype(at::kLong));
+        at::zeros({static_cast<int64_t>(work_.chunks.size()), 3}, on_device.dtype(at::kLong));
     traces_.norms = at::zeros({n, 2}, on_device.dtype(at::kDouble));
-    traces_.counts = at::zeros({n, 2}, on_device.dtype(at::kLong));
+    traces_.lost = at::zeros({n}, on_device.dtype(at::kLong));
   }
 }
 
@@ -149,11 +149,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     check_entry(i, tensors);
   }
   check_overlap({});
-  const at::Tensor counts = traces_.counts;  // keeps digests of tensors without gradient
   split_into_chunks();
-  if (counts.defined()) {
-    traces_.counts.copy_(counts);
-  }
 }
 
 void StepPlan::prefetch(size_t i) const {

@@ -285,7 +285,7 @@ std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> OptimizerP
   std::vector<std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>>> all;
   for (const Part& part : parts_) {
     const Traces& traces = part.plan.traces();
-    all.emplace_back(traces.norms, traces.counts, part.positions);
+    all.emplace_back(traces.norms, traces.lost, part.positions);
   }
   return all;
 }

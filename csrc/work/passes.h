@@ -20,9 +20,9 @@ struct GroupHyper {
 
 // The report of a tracked step for its tensors, on the plan's device; see ChunkTrace.
 struct Traces {
-  at::Tensor chunks;  // int64[chunks, 4]: one ChunkTrace per row
+  at::Tensor chunks;  // int64[chunks, 3]: one ChunkTrace per row
   at::Tensor norms;   // float64[tensors, 2]: norms of the unscaled gradient and of the update
-  at::Tensor counts;  // int64[tensors, 2]: lost updates, digest
+  at::Tensor lost;    // int64[tensors]: lost updates
 };
 
 // The functions of a back end: one call for all tensors. A CUDA function waits for the
@@ -50,6 +50,8 @@ struct Passes {
   // Copies every `grad` of the list to its `param`, times grad_factor if `unscale`, unless the
   // control block says skip.
   void (*scaled_copy)(const WorkList& work, const at::Tensor& control, bool unscale);
+  // Adds the digest of each array (kernels/digest.h) to its element of `digests` (int64).
+  void (*digest)(const WorkList& arrays, const at::Tensor& digests);
   // Returns the schedule's factor after each of `steps` (int64), as float64.
   at::Tensor (*lr_factors)(const Schedule& schedule, const at::Tensor& steps);
 };

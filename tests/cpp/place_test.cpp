@@ -1,5 +1,5 @@
-// A shard's place in its parameter decides its draws and digests: with any sharding, a parameter
-// gets the bits of the whole, and the shards' digests add up to the whole's.
+// A shard's place in its parameter decides its draws: with any sharding, a parameter gets the bits
+// of the whole.
 #include <gtest/gtest.h>
 
 #include "step_support.h"
@@ -24,7 +24,7 @@ struct Place {
 // Groups of 8-bit moments lie within rows. For other moments rows do not matter.
 Case case_of(const Layout& layout, int64_t numel) {
   Case c{.layout = layout,
-         .options = {.stochastic_rounding = true, .track = 7, .rounding_seed = 5}};
+         .options = {.stochastic_rounding = true, .track = 3, .rounding_seed = 5}};
   const bool is_quantized = layout.state == DType::kInt8;
   c.row_length = is_quantized ? kColumns : numel;
   c.rows = numel / c.row_length;
@@ -76,18 +76,16 @@ template <class Step>
 void expect_shards_as_whole(const Tensor& start, const std::vector<Place>& places,
                             const Step& step) {
   Tensor whole = start;
-  const auto digest = static_cast<uint64_t>(step(whole).counts[1]);
-  uint64_t sum = 0;
+  step(whole);
   for (const Place& place : places) {
     Tensor shard = shard_of(start, place);
-    sum += static_cast<uint64_t>(step(shard).counts[1]);
+    step(shard);
     const Tensor expected = shard_of(whole, place);
     for (int array = 0; array < kArrays; ++array) {
       ASSERT_EQ(shard.memory(static_cast<Array>(array)),
                 expected.memory(static_cast<Array>(array)));
     }
   }
-  EXPECT_EQ(sum, digest);
 }
 
 // Splits by rows, by flat intervals that meet at an odd element, by columns of odd or even width,
@@ -126,11 +124,11 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
       for (const auto& split : held.state == DType::kInt8 ? kRowSplits : kSplits) {
         for (const KernelTable* table : runnable_tables()) {
           expect_shards_as_whole(whole, split, [&](Tensor& tensor) {
-            return step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
+            step_on_cpu(*table, tensor, hyper_of(2), control_of_a_step());
           });
         }
         expect_shards_as_whole(whole, split, [&](Tensor& tensor) {
-          return step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
+          step_as_cuda(tensor, hyper_of(2), control_of_a_step(), 64);
         });
       }
     }
@@ -148,7 +146,7 @@ TEST(Place, AChunkOfShortRowsHasTilesForAllGroups) {
   const Report found = step_as_cuda(as_cuda, hyper_of(2), control_of_a_step(), 256);
   EXPECT_TRUE(as_cuda.same_bits(on_cpu));
   EXPECT_EQ(found.norms, expected.norms);
-  EXPECT_EQ(found.counts, expected.counts);
+  EXPECT_EQ(found.lost, expected.lost);
 }
 
 }  // namespace

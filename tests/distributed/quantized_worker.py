@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import torchopt_ext
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.estimate import estimate
@@ -104,10 +105,8 @@ class Greedy(Run):
     def step(self, seed: int) -> None:
         super().step(seed)
         if self.tracked:
-            is_zero = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-            local = self.optimizer.optim if is_zero else self.optimizer
-            self.digests["digest"] = total = local.telemetry.digests.sum().reshape(1)
-            if is_zero:
+            self.digests["digest"] = total = torchopt_ext.digest(self.optimizer).sum().reshape(1)
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 dist.all_reduce(total)
 
     def values(self) -> dict[str, Any]:

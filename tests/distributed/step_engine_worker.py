@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torchopt_ext
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, ZeroRedundancyOptimizer
 from torchopt_ext.containers import build_optimizers
 
@@ -78,7 +79,7 @@ def seen(optimizer: FusedAdamW) -> Result:
     """Returns the telemetry of this rank's shards."""
     telemetry = optimizer.telemetry
     return {
-        "digests": [d % 2**64 for d in telemetry.digests.tolist()],
+        "digests": [d % 2**64 for d in torchopt_ext.digest(optimizer).tolist()],
         "lost": telemetry.lost_updates.tolist(),
         "grad_squares": telemetry.grad_norms.square().tolist(),
         "update_squares": telemetry.update_norms.square().tolist(),

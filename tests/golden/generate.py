@@ -497,7 +497,7 @@ def stochastic_file() -> Iterator[dict[str, Any]]:
 
 
 def digest_file() -> Iterator[dict[str, Any]]:
-    """Digests of a parameter with zero moments. Zero words add nothing to a digest."""
+    """Digests of parameters without state."""
     rng = SplitMix64(14)
     for fmt in FORMATS.values():
         for parameter, count in ((0, 37), (3, 530)):  # 530: two segments

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchopt_ext
-from torchopt_ext import FusedAdamW, ops
+from torchopt_ext import FusedAdamW, digest, ops
 
 from .support import SHAPES, bits, carved, everything, make_params, marks, on, set_gradients
 
@@ -68,9 +68,10 @@ def test_bits_are_the_cpus(way: str, extras: bool) -> None:
             optimizer.step()
         found[device] = everything(params, optimizer)
         found[device].append(bits(optimizer.control.grad_norm))
+        found[device].append(bits(digest(optimizer)))
         if extras:
             seen = optimizer.telemetry
-            reported = (seen.grad_norms, seen.update_norms, seen.lost_updates, seen.digests)
+            reported = (seen.grad_norms, seen.update_norms, seen.lost_updates)
             found[device] += [bits(tensor) for tensor in reported]
             found[device] += [bits(p.grad) for p in params if p.grad is not None]
     assert found["cpu"] == found["cuda"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchopt_ext
 from torchopt_ext import _C, FusedAdamW, ops
 from torchopt_ext.optim.storage import split_master
 
@@ -194,13 +195,8 @@ def test_stochastic_rounding() -> None:
 def test_digest() -> None:
     for case in cases("digest"):
         values = tensor(case["dtype"], case["bits"])
-        params = [torch.nn.Parameter(torch.zeros_like(values)) for _ in range(4)]
-        optimizer = FusedAdamW(params, lr=0.0, weight_decay=0.0, track=True)
-        param = params[case["parameter"]]
-        param.data.copy_(values)
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        assert optimizer.telemetry.digest() == case["digest"], case
+        tensors = [torch.zeros(0)] * case["parameter"] + [values]
+        assert int(torchopt_ext.digest(tensors)[-1]) % 2**64 == case["digest"], case
 
 
 def test_loss_scale() -> None:

@@ -65,7 +65,7 @@ class Optimizer:
     lr_multipliers: dict[str, float] = field(default_factory=dict)
     """Factors of the learning rate by pattern of names; the first match decides."""
     track: list[str] = field(default_factory=list)  # torchtitan reads other lists without commas
-    """Values to record for each parameter: norms, lost_updates, digest."""
+    """Values to record for each parameter: norms, lost_updates."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
     maximize: bool = False

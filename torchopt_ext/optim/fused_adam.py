@@ -387,14 +387,13 @@ class FusedAdam(HookedStep, PlannedStep):
         portable = self._portable_state()
         # A process that torch.multiprocessing starts opens shared memory later: keep the copies.
         entries = [entry for entry in portable["state"].values() if isinstance(entry, dict)]
-        self._pickled_copies = [entry.get("step") for entry in entries], portable["_digests"]
+        self._pickled_copies = [entry.get("step") for entry in entries]
         return portable
 
     def _portable_state(self) -> dict[str, Any]:
         of_container = ("first_parameter_number", "parameter_names")
         own = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | own
-        identities = (Identity([param]) for param in params_of(self))
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
@@ -405,7 +404,6 @@ class FusedAdam(HookedStep, PlannedStep):
             "_blocks": self._blocks,
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
-            "_digests": [*map(self._seen_digests().get, identities)],
             "verdict": self.verdict,
         }
 
@@ -416,8 +414,6 @@ class FusedAdam(HookedStep, PlannedStep):
                 group.setdefault(key, default)
             _holders.setdefault(id(group["params"]), self)
         self._forget_plan()
-        digests = zip(params_of(self), state.get("_digests", ()), strict=False)
-        self._digests = {Identity([p]): digest for p, digest in digests if digest is not None}
         self._mark_control()
 
     @torch.no_grad()

@@ -72,9 +72,9 @@ class StepOptions:
             and weights with "remainder8".
         rounding_seed: decides every random bit, together with step, parameter number and element.
         write_back_gradients: also writes the unscaled and clipped gradients to memory.
-        track: what a step records of each parameter: "norms", "lost_updates", "digest". Norms are
-            of gradient and update, lost updates the elements whose update rounded to nothing, and
-            digests 64 bits that tell replicas apart; see ``telemetry``. True for all.
+        track: what a step records of each parameter: "norms", "lost_updates". Norms are of gradient
+            and update, lost updates the elements whose update rounded to nothing; see
+            ``telemetry``. True for both.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -132,11 +132,6 @@ class StepOptions:
         return cls(**arguments)
 
     @property
-    def numbers_elements(self) -> bool:
-        """Whether steps depend on where a parameter's elements lie in the whole model."""
-        return self.stochastic_rounding or "digest" in self.track
-
-    @property
     def of_plan(self) -> dict[str, Any]:
         """The arguments of OptimizerPlan: StepOptions of csrc/kernels/tensor_work.h."""
         names = ("stochastic_rounding", "rounding_seed", "write_back_gradients")
@@ -149,7 +144,7 @@ CONFIGURED = tuple(name for name in DEFAULTS if name != "process_group")
 _IN_FILES: dict[str, Any] = {
     "state_dtype": Literal["float32", "bfloat16", "int8"] | None,
     "fp32_moments": list[str],
-    "track": list[Literal["norms", "lost_updates", "digest"]],
+    "track": list[Literal["norms", "lost_updates"]],
 }
 """Types of options in files, if they are others."""
 _HELP = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext._C import Identity, OptimizerPlan, WeightMarks
+from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import PERSISTENT, Controlled
@@ -21,7 +21,7 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_of
-from torchopt_ext.optim.telemetry import Telemetry, keep_digests, telemetry_of, track_bits
+from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.statedict.masters import refresh_stale_elements
 
@@ -32,7 +32,6 @@ class _Built(NamedTuple):
     plan: OptimizerPlan
     parts: list[NormPart]
     names: list[str]  # of the parameters, or their numbers
-    identities: list[Identity]  # of the parameters
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
 
@@ -53,7 +52,6 @@ class PlannedStep(Controlled, Optimizer):
     _storage: Storage
     _options: StepOptions
     _built: _Built | None = None
-    _digests: Mapping[Identity, Tensor] = {}  # kept for the next plan while there is no plan
     _copied_before = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
     parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
@@ -107,7 +105,7 @@ class PlannedStep(Controlled, Optimizer):
         """Raises TypeError or ValueError unless steps can update the parameter."""
         if found := param_problem(param) or self._storage.problem(param):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
-        if self._options.numbers_elements:
+        if self._options.stochastic_rounding:
             place_of(0, param, name)
 
     def _mark_weights(self, params: Iterable[Tensor]) -> None:
@@ -235,27 +233,18 @@ class PlannedStep(Controlled, Optimizer):
             self._marks = {**self._marks, **self._built.plan.weight_marks()}
         self._copied_before, self._built = self.gradients_copied, None
 
-    def _seen_digests(self) -> Mapping[Identity, Tensor]:
-        """Returns the last digests by parameter, including parameters without a gradient."""
-        if self._built is None or "digest" not in self._options.track:
-            return self._digests
-        return dict(zip(self._built.identities, self.telemetry.digests, strict=True))
-
     @torch.no_grad()
     def _rebuild(self) -> _Built:
-        self._digests = self._seen_digests()
         self._forget_plan()
         self._take_written_weights()
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
         plan, parts, named = param_state.build_plan(self, self._storage, self._options)
-        identities = [Identity([param]) for _, param in named]
-        keep_digests(plan, [*map(self._digests.get, identities)])
-        self._digests, self._marks = {}, {}
+        self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
-        self._built = _Built(plan, parts, names, identities, device, next(flattened, None))
+        self._built = _Built(plan, parts, names, device, next(flattened, None))
         return self._built

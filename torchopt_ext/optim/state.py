@@ -307,7 +307,7 @@ def build_plan(
         packed_steps(states)
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
-    counted = options.numbers_elements
+    counted = options.stochastic_rounding
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
         held = _fit_state(group, param, state, storage, name or position)

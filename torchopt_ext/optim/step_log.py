@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.optim.arguments import expect_counts, inner_optimizer
+from torchopt_ext.optim.digest import digest
 from torchopt_ext.optim.local import (
     is_captured,
     local_tensor,
@@ -20,6 +21,8 @@ from torchopt_ext.optim.local import (
     squares_of,
 )
 from torchopt_ext.optim.planned import PlannedStep
+
+_EXACT = 2**53 - 1  # the integers that a float64 holds; a flipped bit changes one of these bits
 
 
 class ScalarWriter(Protocol):
@@ -38,8 +41,10 @@ class StepLog:
         every: int,
         first_step: int,
         prefix: str,
+        digest_every: int | None,
     ) -> None:
         self._writer, self._every, self._prefix = writer, every, prefix
+        self._first_step, self._digest_every = first_step, digest_every
         self._optimizer = weakref.ref(optimizer)
         self._step, self._since = first_step, 0
         self._clipped: Tensor | None = None  # clipped steps since the last values
@@ -84,6 +89,9 @@ class StepLog:
             return
         self.flush()  # was copied an interval ago, so there is nothing to wait for
         values = _values(optimizer) | {"clipped_share": self._clipped / self._since}
+        done = self._step - self._first_step
+        if self._digest_every is not None and done % self._digest_every == 0:
+            values["digest"] = digest(optimizer).sum() & _EXACT
         self._clipped, self._since = None, 0
         names = list(values)
         device = control.steps.device
@@ -113,6 +121,7 @@ def log_to(
     every: int = 10,
     first_step: int = 0,
     prefix: str = "optimizer/",
+    digest_every: int | None = None,
 ) -> StepLog:
     """Logs what every n-th step decided to TensorBoard or to a function such as ``wandb.log``.
 
@@ -126,6 +135,9 @@ def log_to(
     - ``update_to_weight``: 2-norm of the update divided by the 2-norm of the weights, over this
       rank's shards, from a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step
       was skipped. Steps that log it read the weights once more.
+    - ``digest``: the sum of :func:`torchopt_ext.digest` over this rank's parameters, modulo 2**53,
+      every ``digest_every`` steps. Replicas that log other numbers have other bits.
+      TensorBoard keeps its upper 24 bits.
 
     No step waits for a GPU: values are copied to pinned memory and written an interval later, the
     last values by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays
@@ -139,6 +151,7 @@ def log_to(
         every: number of steps between values, skipped steps included.
         first_step: steps that were made before, for example by the run that this run continues.
         prefix: prefix of all names.
+        digest_every: number of steps between digests, a multiple of ``every``; None for no digests.
 
     Returns:
         A log with ``flush()``, ``remove()`` and ``count_step()``.
@@ -146,7 +159,7 @@ def log_to(
     Raises:
         TypeError: the optimizer has no ``control``, the writer is neither an object with
             ``add_scalar`` nor a function, a count is not an integer, or the prefix not a string.
-        ValueError: ``every`` is not positive.
+        ValueError: ``every`` is not positive, or does not divide ``digest_every``.
     """
     optimizer = inner_optimizer(optimizer)
     if not hasattr(optimizer, "control"):
@@ -161,7 +174,13 @@ def log_to(
         raise TypeError(f"prefix is {prefix!r:.200}, expected a string")
     if every < 1:
         raise ValueError(f"Invalid every: {every}, expected 1 or more steps")
-    return StepLog(writer, optimizer, every, first_step, prefix)
+    if digest_every is not None:
+        expect_counts(digest_every=digest_every)
+        if digest_every < 1 or digest_every % every:
+            raise ValueError(
+                f"Invalid digest_every: {digest_every}, expected a multiple of every={every}"
+            )
+    return StepLog(writer, optimizer, every, first_step, prefix, digest_every)
 
 
 def _values(optimizer: Any) -> dict[str, Tensor]:

@@ -180,7 +180,7 @@ def place_of(index: int, param: Any, name: str | int = "") -> Place:
     if len(cut - {0}) > 2 or not local_tensor(param).is_contiguous():
         raise ValueError(
             f"parameter {name or index!r} has placements {param.placements} and a shard with "
-            f"strides {local_tensor(param).stride()}: stochastic_rounding= and track='digest' take "
+            f"strides {local_tensor(param).stride()}: stochastic_rounding= and digests take "
             "shards that are contiguous and cut in at most two dimensions after the first"
         )
     local, offset = local_shape_and_offset(param)

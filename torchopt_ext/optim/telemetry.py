@@ -1,6 +1,6 @@
 """Records of a tracked step about each parameter, from values that the step reads anyway."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.optim.local import moved
 
-TRACKED = {"norms": 1, "lost_updates": 2, "digest": 4}
+TRACKED = {"norms": 1, "lost_updates": 2}
 """The names of records, with their bits in Track of csrc/kernels/trace.h."""
 
 
@@ -29,7 +29,7 @@ class Telemetry:
 
     Tensors have one element per parameter, in the order of the param groups, on the first
     parameter's device. Only reading a value synchronizes. For a DTensor the values are of this
-    rank's shard: squares of norms, counts and digests of all shards add up.
+    rank's shard: squares of norms and counts of all shards add up.
     """
 
     names: list[str]
@@ -37,7 +37,7 @@ class Telemetry:
     track: int
     """The bits of what was tracked; reading other values raises RuntimeError."""
     _norms: Tensor
-    _counts: Tensor
+    _lost: Tensor
 
     @property
     def grad_norms(self) -> Tensor:
@@ -52,33 +52,12 @@ class Telemetry:
     @property
     def lost_updates(self) -> Tensor:
         """int64: numbers of elements whose update was not zero but rounded to nothing."""
-        return self._tracked("lost_updates", self._counts[:, 0])
-
-    @property
-    def digests(self) -> Tensor:
-        """int64: order-independent digests of weight and moments after the step, modulo 2**64.
-
-        Weights are the fp32 masters if there are any. A parameter without a gradient has the digest
-        of its last step; after ``load_state_dict`` it has 0 until its next step.
-        """
-        return self._tracked("digest", self._counts[:, 1])
+        return self._tracked("lost_updates", self._lost)
 
     def _tracked(self, name: str, values: Tensor) -> Tensor:
         if not self.track & TRACKED[name]:
             raise RuntimeError(f"{name!r} was not tracked: name it in the optimizer's track=")
         return values
-
-    def digest(self) -> int:
-        """Returns all digests as one number below 2**64, equal on ranks with equal values."""
-        return int(self.digests.sum().item()) % 2**64
-
-
-def keep_digests(plan: OptimizerPlan, digests: Sequence[Tensor | None]) -> None:
-    """Copies an old plan's digests to a new plan, in the order of the parameters with state."""
-    for _, counts, positions in plan.traces():
-        for row, position in enumerate(positions):
-            if (known := digests[position]) is not None:
-                counts[row, 1] = known
 
 
 def telemetry_of(plan: OptimizerPlan, names: list[str], track: int) -> Telemetry:
@@ -86,9 +65,9 @@ def telemetry_of(plan: OptimizerPlan, names: list[str], track: int) -> Telemetry
     traces = plan.traces()
     device = traces[0][0].device if traces else torch.device("cpu")
     norms = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    counts = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
-    for part_norms, part_counts, positions in traces:
+    lost = torch.zeros(len(names), dtype=torch.int64, device=device)
+    for part_norms, part_lost, positions in traces:
         rows = moved(torch.tensor(positions, dtype=torch.long, device="cpu"), device)
         norms[rows] = moved(part_norms, device)
-        counts[rows] = moved(part_counts, device)
-    return Telemetry(names, track, norms, counts)
+        lost[rows] = moved(part_lost, device)
+    return Telemetry(names, track, norms, lost)

@@ -15,6 +15,7 @@
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
+#include "cuda/digest.h"
 #include "cuda/norm.h"
 #include "work/passes.h"
 
@@ -111,6 +112,12 @@ void launch_lr_factor(const Schedule& schedule, const int64_t* steps, double* fa
 void launch_copy(const CopyArgs& args, int64_t chunk_count, cudaStream_t stream) {
   for_each_block(chunk_count, kCopyThreads, stream,
                  [&](const HostCta& cta) { copy_body(cta, args); });
+}
+
+void launch_digest(const DigestArgs& args, cudaStream_t stream) {
+  constexpr int64_t kWarps = kDigestBlock / kWarpThreads;
+  for_each_block((args.chunk_count + kWarps - 1) / kWarps, kDigestBlock, stream,
+                 [&](const HostCta& cta) { digest_body(cta, args); });
 }
 
 template <int kTensors>

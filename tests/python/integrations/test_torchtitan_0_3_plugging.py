@@ -52,13 +52,13 @@ def test_fields_are_options_of_the_command_line(monkeypatch: pytest.MonkeyPatch)
     config = ConfigManager().parse_args(
         [
             *["--module=my_configs", "--config=mine", "--optimizer.max_grad_norm=0.5"],
-            *["--optimizer.track", "norms", "digest", "--optimizer.master_weights=fp32"],
+            *["--optimizer.track", "norms", "lost_updates", "--optimizer.master_weights=fp32"],
         ]
     )
     assert type(config.optimizer) is ours.OptimizersContainer.Config
     assert (config.optimizer.max_grad_norm, config.optimizer.skip_nonfinite) == (0.5, True)
     assert (config.optimizer.track, config.optimizer.master_weights) == (
-        ["norms", "digest"],
+        ["norms", "lost_updates"],
         "fp32",
     )
 

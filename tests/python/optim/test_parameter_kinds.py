@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, digest
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import state
@@ -61,7 +61,7 @@ def test_frozen_parameters_of_any_kind(kind: str) -> None:
     )
     optimizer.init_state()
     train([optimizer, alone], [params, reference], 2)
-    assert optimizer.telemetry.digest() != alone.telemetry.digest()  # other parameter numbers
+    assert digest(optimizer).sum() != digest(alone).sum()  # other parameter numbers
     optimizer.refresh_masters()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train([optimizer, alone], [params, reference], 2)
@@ -159,7 +159,7 @@ def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None
             ours.load_state_dict(copy.deepcopy(reference.state_dict()))
     assert_same_bits([torch.view_as_real(p.detach()) for p in mine], parts)
     assert bits(ours.control.grad_norm) == bits(real.control.grad_norm)
-    assert ours.telemetry.digests.equal(real.telemetry.digests)
+    assert digest(ours).equal(digest(real))
     assert ours.telemetry.grad_norms.equal(real.telemetry.grad_norms)
     for p, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, other, rtol=3e-6, atol=1e-6)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, digest
 
 from .independent import (
     EXP_AVG,
@@ -340,18 +340,19 @@ def test_training_that_nearest_rounding_stalls() -> None:
     assert moved["stochastic"] == pytest.approx(moved["float32"], rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{"stochastic_rounding": True}, {"track": "digest"}])
-def test_shards_whose_elements_have_no_numbers_are_refused_at_construction(options: Any) -> None:
+def test_shards_whose_elements_have_no_numbers_are_refused_at_construction() -> None:
     """A shard cut in three dimensions after the first. What numbers no elements steps it."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         mesh = init_device_mesh("cpu", (2, 2, 2))
         cut = [Shard(1), Shard(2), Shard(3)]
         weight = nn.Parameter(distribute_tensor(torch.ones(2, 4, 4, 4).bfloat16(), mesh, cut))
-        with pytest.raises(ValueError, match=r"'experts' .*stochastic_rounding= and track="):
-            FusedAdamW([("experts", weight)], **options)
+        with pytest.raises(ValueError, match=r"'experts' .*stochastic_rounding= and digests"):
+            FusedAdamW([("experts", weight)], stochastic_rounding=True)
         optimizer = FusedAdamW([("experts", weight)], track="norms")
         weight.grad = torch.ones_like(weight)
         optimizer.step()
+        with pytest.raises(ValueError, match=r"parameter 0 .*stochastic_rounding= and digests"):
+            digest(optimizer)
     finally:
         dist.destroy_process_group()

@@ -1,17 +1,15 @@
-"""A tracked step reports norms, lost updates and digests, and changes no bit."""
+"""A tracked step reports norms and lost updates, and changes no bit."""
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from .independent import digest, floats, join, words
+from .independent import floats, join, words
 from .subject import OURS, make_params, set_gradients, snapshot
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -56,8 +54,8 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 @each_way
 @pytest.mark.parametrize("scale", [None, 2.0**6])
-def test_norms_digests_and_names(way: str, scale: float | None) -> None:
-    """Norms are of unscaled, unclipped gradients and stored updates; digests cover all memory."""
+def test_norms_and_names(way: str, scale: float | None) -> None:
+    """Norms are of unscaled, unclipped gradients and stored updates."""
     params, optimizer = build(way)
     optimizer.init_state()
     for step in range(3):
@@ -73,10 +71,6 @@ def test_norms_digests_and_names(way: str, scale: float | None) -> None:
         after = [stored(p, optimizer.state[p]) for p in params]
         moved = norms([a - b for a, b in zip(after, before, strict=True)])
         torch.testing.assert_close(seen.update_norms, moved, rtol=1e-6, atol=0)
-        assert [d % 2**64 for d in seen.digests.tolist()] == [
-            digest(number, p, optimizer.state[p]) for number, p in enumerate(params)
-        ]
-        assert seen.digest() == sum(seen.digests.tolist()) % 2**64
     assert seen.names == [str(i) for i in range(len(params))]
     total = seen.grad_norms.norm()
     torch.testing.assert_close(total, optimizer.control.grad_norm, rtol=1e-13, atol=0)
@@ -106,91 +100,8 @@ def test_threads_do_not_matter(way: str) -> None:
             optimizer.step()
         seen = optimizer.telemetry
         found.append([seen.grad_norms.tolist(), seen.update_norms.tolist(),
-                      seen.lost_updates.tolist(), seen.digests.tolist()])  # fmt: skip
+                      seen.lost_updates.tolist()])  # fmt: skip
     assert found[0] == found[1] == found[2]
-
-
-# ---- replicas and flipped bits -------------------------------------------------------------------
-
-
-def flip(tensor: Tensor, element: int, bit: int) -> None:
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    flat = tensor.detach().view(-1).view(kind)
-    width = 8 * tensor.element_size()
-    mask = 1 << bit if bit < width - 1 else -(1 << bit)
-    flat[element] ^= mask
-
-
-@each_way
-def test_any_flipped_bit_changes_the_digest(way: str) -> None:
-    """independent.digest, which equals the library's here, changes with any flipped bit of any
-    array, an exchange of two elements, and the parameter number."""
-    params, optimizer = build(way, shapes=((300,), (5, 7)))
-    set_gradients(params)
-    optimizer.step()
-    whole = [d % 2**64 for d in optimizer.telemetry.digests.tolist()]
-    assert whole == [digest(i, p, optimizer.state[p]) for i, p in enumerate(params)]
-    generator = random.Random(0)
-    p, state = params[1], optimizer.state[params[1]]
-    arrays = [value for key, value in state.items() if key != "step"]
-    arrays += [] if "master_weight" in state else [p.detach()]
-    for array in arrays:
-        for bit in range(8 * array.element_size()):
-            element = generator.randrange(p.numel())
-            flip(array, element, bit)
-            assert digest(1, p, state) != whole[1]
-            flip(array, element, bit)
-        flat = array.view(-1)
-        flat[[2, 9]] = flat[[9, 2]]
-        assert digest(1, p, state) != whole[1]
-        flat[[2, 9]] = flat[[9, 2]]
-    assert digest(1, p, state) == whole[1]
-    assert digest(0, p, state) != whole[1]  # the parameter number counts
-
-
-@pytest.mark.parametrize("way", ["fp32", "bf16", "bf16 remainder"])
-def test_digests_of_extreme_halves(way: str) -> None:
-    """Digests are right if every half is -2**15, where sums come closest to register limits."""
-    params, optimizer = build(way, shapes=((5000,), (3, 1001)), lr=0.0, weight_decay=0.0)
-    for p in params:
-        flat = p.detach().view(-1).view(torch.int16)
-        flat.fill_(-(2**15))  # -0 in bf16, a denormal in fp32
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert all(p.detach().view(torch.int16).eq(-(2**15)).all() for p in params)
-    assert [d % 2**64 for d in optimizer.telemetry.digests.tolist()] == [
-        digest(number, p, optimizer.state[p]) for number, p in enumerate(params)
-    ]
-
-
-@each_way
-def test_replicas_agree_until_a_bit_flips(way: str) -> None:
-    """Replicas have equal digests until a bit flips in one of them, then never again."""
-    masters = ["master_weight", "remainder", "remainder8"]
-    entries = ["param", "exp_avg", "exp_avg_sq", *masters, "max_exp_avg_sq"]
-    tried = 0
-    for entry in entries:
-        replicas = [build(way, shapes=((64,), (9,)), lr=0.0, weight_decay=0.0,
-                          max_grad_norm=None) for _ in range(2)]  # fmt: skip
-        for step in range(4):
-            for params, optimizer in replicas:
-                set_gradients(params, seed=step)
-                optimizer.step()
-            first, second = (optimizer.telemetry.digest() for _, optimizer in replicas)
-            assert (first == second) == (step < 2)
-            if step == 1:
-                params, optimizer = replicas[1]
-                state = optimizer.state[params[0]]
-                held = {*masters} & state.keys()
-                if entry == "param" and held == {"master_weight"}:
-                    break  # the master overwrites the parameter in the next step
-                array = params[0] if entry == "param" else state.get(entry)
-                if array is None:
-                    break
-                # A maximum that shrinks recovers in the next step, so make it grow.
-                flip(array, 17, 8 * array.element_size() - 2 if "max" in entry else 6)
-                tried += 1
-    assert tried >= 2
 
 
 # ---- lost updates --------------------------------------------------------------------------------
@@ -266,8 +177,6 @@ def test_without_tracking_there_is_none() -> None:
     set_gradients(params)
     optimizer.step()
     assert optimizer.telemetry.update_norms.any()
-    with pytest.raises(RuntimeError, match="'digest' was not tracked"):
-        optimizer.telemetry.digest()
     with pytest.raises(RuntimeError, match="'lost_updates' was not tracked"):
         _ = optimizer.telemetry.lost_updates
 
@@ -277,38 +186,23 @@ def test_a_skipped_step_leaves_what_the_last_one_saw() -> None:
     set_gradients(params)
     optimizer.step()
     seen = optimizer.telemetry
-    before = [t.tolist() for t in (seen.grad_norms, seen.update_norms, seen.digests)]
+    before = [t.tolist() for t in (seen.grad_norms, seen.update_norms)]
     set_gradients(params, seed=1)
     params[-1].grad[0, -1] = math.nan
     optimizer.step()
     seen = optimizer.telemetry
-    assert [t.tolist() for t in (seen.grad_norms, seen.update_norms, seen.digests)] == before
+    assert [t.tolist() for t in (seen.grad_norms, seen.update_norms)] == before
 
 
-@pytest.mark.parametrize("change", ["nothing", "new parameter", "new memory", "a copy"])
-def test_a_parameter_without_gradient_keeps_its_digest(change: str) -> None:
-    """A parameter without a gradient keeps its digest, even if the step rebuilds its plan."""
-    params, optimizer = build("fp32", shapes=((3, 4), (7,), (600,)))
-    set_gradients(params)
-    optimizer.step()
-    if change == "a copy":
-        params, optimizer = copy.deepcopy((params, optimizer))
-    set_gradients(params, seed=1)
-    params[1].grad = None
-    if change == "new memory":
-        params[0].data = params[0].detach().clone()
-    elif change == "new parameter":
-        more = make_params(((4,),), seed=5)
-        optimizer.add_param_group({"params": more})
-        params = params + more
-        set_gradients(more)
-    optimizer.step()
+def test_a_parameter_without_gradient_has_zeros() -> None:
+    params, optimizer = build("fp32", shapes=((3, 4), (7,)))
+    for step in range(2):
+        set_gradients(params, seed=step)
+        params[1].grad = params[1].grad if step == 0 else None
+        optimizer.step()
     seen = optimizer.telemetry
     assert seen.grad_norms[1] == seen.update_norms[1] == 0
     assert seen.lost_updates[1] == 0
-    assert [d % 2**64 for d in seen.digests.tolist()] == [
-        digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
-    ]
 
 
 def test_parameters_without_state_are_left_out_and_names_are_theirs() -> None:
@@ -322,7 +216,6 @@ def test_parameters_without_state_are_left_out_and_names_are_theirs() -> None:
     assert seen.names == ["layer0.weight", "layer2.weight"]
     expected = norms([params[0].grad, params[2].grad])
     torch.testing.assert_close(seen.grad_norms, expected, rtol=1e-13, atol=0)
-    assert int(seen.digests[1]) % 2**64 == digest(2, params[2], optimizer.state[params[2]])
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
@@ -335,9 +228,6 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
     seen = optimizer.telemetry
     expected = norms([p.grad for p in params])
     torch.testing.assert_close(seen.grad_norms, expected, rtol=1e-13, atol=0)
-    assert [d % 2**64 for d in seen.digests.tolist()] == [
-        digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
-    ]
 
 
 def test_a_first_step_without_gradients() -> None:
@@ -350,21 +240,3 @@ def test_a_first_step_without_gradients() -> None:
         set_gradients(params)
         optimizer.step()
     assert len(optimizer.telemetry.names) == len(params)
-    assert optimizer.telemetry.digest() != 0
-
-
-def test_digests_outlive_a_refused_step() -> None:
-    params = make_params(SHAPES, FP32)
-    optimizer = OURS["AdamW"](params, track=True)
-    set_gradients(params)
-    optimizer.step()
-    digests = optimizer.telemetry.digests.tolist()
-    params[0].grad = None
-    state = optimizer.state[params[1]]
-    moment, state["exp_avg"] = state["exp_avg"], torch.zeros(5)
-    with pytest.raises(ValueError, match="exp_avg of parameter 1"):
-        optimizer.step()
-    state["exp_avg"] = moment
-    optimizer.step()
-    assert optimizer.telemetry.digests[0] == digests[0]
-    assert optimizer.telemetry.digests[1] != digests[1]

@@ -284,7 +284,7 @@ def test_every_setting_has_a_text() -> None:
         (["--training.compile", "true"], "training.compile is a switch"),
         (["--training.no_steps"], "training.steps is not a switch"),
         (["--optimizer.implementation", "best"], "expected one of 'for-loop', 'foreach', 'fused'"),
-        (["--optimizer.track", "norms,all"], "each item one of 'norms', 'lost_updates', 'digest'"),
+        (["--optimizer.track", "norms,all"], "each item one of 'norms', 'lost_updates'"),
         *(
             (["--optimizer.lr_multipliers", text], f"is '{text}', expected a table, or name=value")
             for text in ("x", "0.5", "=0.5", "a=b")

@@ -1,0 +1,144 @@
+"""torchopt_ext.digest is the sum that numerics.md defines, and finds what differs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchopt_ext import digest, log_to, mixed_precision
+
+from .independent import digest as expected_digest
+from .independent import digest_array
+from .subject import OURS, make_params, set_gradients
+from .test_telemetry import SHAPES, WAYS, build
+
+BF16 = torch.bfloat16
+QUANTIZED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "int8": (torch.float32, {"state_dtype": "int8"}),
+    "int8 remainder8": (BF16, {"state_dtype": "int8", "master_weights": "remainder8"}),
+}
+each_way = pytest.mark.parametrize("way", WAYS | QUANTIZED)
+DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.int32, torch.int64)
+
+
+def stepped(way: str, shapes: Any = (*SHAPES, (5, 130)), **kwargs: Any) -> Any:
+    dtype, options = (WAYS | QUANTIZED)[way]
+    params = make_params(shapes, dtype)
+    optimizer = OURS["AdamW"](params, **options, **kwargs)
+    set_gradients(params)
+    optimizer.step()
+    return params, optimizer
+
+
+def unsigned(digests: Tensor) -> list[int]:
+    return [d % 2**64 for d in digests.tolist()]
+
+
+@each_way
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_weights_and_state(way: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    params, optimizer = stepped(way)
+    assert unsigned(digest(optimizer)) == [
+        expected_digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
+    ]
+
+
+def test_tensors() -> None:
+    """Of any dtype, of complex values as pairs, of views that begin at odd elements."""
+    words = torch.randint(256, (8 * 1999,), dtype=torch.uint8)
+    tensors = [words.view(dtype)[1:].view(-1) for dtype in DTYPES]
+    reals = [torch.randn(31, 2), torch.randn(600, 2, dtype=torch.float64)]
+    tensors += [torch.view_as_complex(real) for real in reals]
+    plain = [t.view(f) for t, f in zip(tensors, ALIKE, strict=True)] + reals
+    assert unsigned(digest(tensors)) == [digest_array(t, i, 0) for i, t in enumerate(plain)]
+    assert digest(iter(tensors)).equal(digest(tensors))
+    assert digest([]).equal(torch.zeros(0, dtype=torch.int64))
+
+
+ALIKE = (torch.uint8, torch.uint8, torch.int16, torch.int16, torch.int32, torch.int64)
+
+
+@each_way
+def test_any_flipped_bit_shows(way: str) -> None:
+    """So do an exchange of two elements, and the parameter's number."""
+    params, optimizer = stepped(way, ((300,), (5, 70)))
+    whole = digest(optimizer)
+    generator = random.Random(0)
+    p, state = params[1], optimizer.state[params[1]]
+    arrays = [value for key, value in state.items() if key != "step"]
+    arrays += [] if "master_weight" in state else [p.detach()]
+    for array in arrays:
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.itemsize]
+        flat = array.view(-1).view(kind)
+        width = 8 * array.itemsize
+        for bit in range(width):
+            element = generator.randrange(flat.numel())
+            flipped = 1 << bit if bit < width - 1 else -(1 << bit)
+            flat[element] ^= flipped
+            assert digest(optimizer)[1] != whole[1]
+            assert digest(optimizer)[0] == whole[0]
+            flat[element] ^= flipped
+        if flat[2] != flat[9]:
+            flat[[2, 9]] = flat[[9, 2]]
+            assert digest(optimizer)[1] != whole[1]
+            flat[[2, 9]] = flat[[9, 2]]
+    assert digest(optimizer).equal(whole)
+    assert digest([torch.ones(3)] * 2).unique().numel() == 2
+
+
+def test_parameters_without_state_have_no_digest() -> None:
+    params = make_params(((3,), (4,), (5,)))
+    optimizer = OURS["AdamW"](params)
+    assert digest(optimizer).numel() == 0
+    set_gradients(params)
+    params[1].grad = None
+    optimizer.step()
+    assert unsigned(digest(optimizer)) == [
+        expected_digest(i, params[i], optimizer.state[params[i]]) for i in (0, 2)
+    ]
+
+
+def test_optimizers_inside_others() -> None:
+    """torch's Adam, and the optimizer inside FSDPadaptOptimizer."""
+    params, ours = stepped("fp32")
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(ours.state_dict())
+    assert digest(theirs).equal(digest(ours))
+    assert digest(mixed_precision.FSDPadaptOptimizer(ours)).equal(digest(ours))
+
+
+def test_what_has_no_digest() -> None:
+    params = make_params(((3,),))
+    optimizer = torch.optim.SGD(params, momentum=0.9)
+    set_gradients(params)
+    optimizer.step()
+    with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0 has no role"):
+        digest(optimizer)
+    with pytest.raises(TypeError, match=r"item 1 is 1\.5, expected a tensor"):
+        digest([params[0], 1.5])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match=r"tensor 1 .*meta"):
+        digest([params[0], torch.ones(2, device="meta")])
+    with pytest.raises(RuntimeError, match="got 7 numbers for 1 tensors, expected 8 for each"):
+        torch.ops.torchopt_ext.digest_([params[0]], [0] * 7, torch.zeros(1, dtype=torch.int64))
+
+
+def test_log() -> None:
+    params, optimizer = build("bf16")
+    written: list[dict[str, float]] = []
+    log_to(written.append, optimizer, every=2, first_step=3, digest_every=4, prefix="")
+    found = {}
+    for step in range(4, 12):
+        set_gradients(params, seed=step)
+        optimizer.step()
+        if step in (7, 11):
+            found[step] = sum(unsigned(digest(optimizer))) % 2**53
+    assert {line["step"]: line["digest"] for line in written if "digest" in line} == found
+    assert [line["step"] for line in written] == [5, 7, 9, 11]
+    for every in (3, 0):
+        with pytest.raises(ValueError, match=rf"every: {every}, expected a multiple of"):
+            log_to(written.append, optimizer, every=2, digest_every=every)

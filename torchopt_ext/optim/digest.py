@@ -1,0 +1,114 @@
+"""Digests of tensors, and of an optimizer's weights and state (docs/numerics.md section 10)."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchopt_ext.optim.arguments import inner_optimizer
+from torchopt_ext.optim.local import local_tensor, moved, params_of
+from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, place_of
+from torchopt_ext.statedict.entries import CONTROL_KEY
+
+_COUNTS = ("step", CONTROL_KEY)
+_PARAM, _WEIGHT = 0, 4
+_ROLES = {
+    **dict(zip(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (1, 2, 3), strict=True)),
+    **dict(zip(CODES, (1, 2), strict=True)),
+    **dict.fromkeys((MASTER, REMAINDER, REMAINDER8), _WEIGHT),
+    **dict(zip(SCALES, (5, 6), strict=True)),
+}
+"""The state entries that a digest covers, and their roles."""
+
+
+def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
+    """Returns a 64-bit digest of each tensor, or of each parameter and its state.
+
+    Digests are equal where all bits are, on every device and with any number of threads. A flipped
+    bit changes a digest, and so do exchanged values and another position in the list. Digests of
+    shards (DTensor, :class:`ZeroRedundancyOptimizer`) add up to the digest of the whole, modulo
+    2**64. ``digest(optimizer).sum()`` is one number for all; nothing is communicated.
+
+    Args:
+        of: tensors of any dtype of 1, 2, 4 or 8 bytes (complex128 too), or an optimizer. Of an
+            optimizer's parameter, the digest covers weight and moments: the fp32 master weight if
+            there is one, otherwise the parameter and its remainder.
+
+    Returns:
+        int64, one element for each tensor, or for each parameter with state in the order of the
+        param groups, on the device of the first.
+
+    Raises:
+        TypeError: an item is not a tensor.
+        ValueError: a DTensor is cut in three dimensions after the first, or is not contiguous; or
+            an optimizer keeps an entry that is not of Adam.
+        RuntimeError: a tensor has elements of another size, or has no memory.
+    """
+    arrays = list(_arrays_of(of) if hasattr(of, "param_groups") else _arrays(of))
+    if not arrays:
+        return torch.zeros(0, dtype=torch.int64)
+    by_device: dict[torch.device, list[_Array]] = {}
+    for array in arrays:
+        by_device.setdefault(array.tensor.device, []).append(array)
+    device = arrays[0].tensor.device
+    total = torch.zeros(1 + arrays[-1].item, dtype=torch.int64, device=device)
+    for there, held in by_device.items():
+        found = torch.zeros(len(held), dtype=torch.int64, device=there)
+        numbers = [n for array in held for n in array.numbers]
+        torch.ops.torchopt_ext.digest_.default([array.tensor for array in held], numbers, found)
+        items = torch.tensor([array.item for array in held], device="cpu")
+        total.index_add_(0, moved(items, device), moved(found, device))
+    return total
+
+
+class _Array(NamedTuple):
+    item: int  # of the result
+    tensor: Tensor
+    numbers: tuple[int, ...]  # role, row length and place, for csrc/ops/digest.cpp
+
+
+def _arrays(tensors: Iterable[Tensor]) -> Iterator[_Array]:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"item {i} is {tensor!r:.200}, expected a tensor")
+        yield _Array(i, local_tensor(tensor), (_PARAM, 0, *place_of(i, tensor)))
+
+
+def _arrays_of(optimizer: Any) -> Iterator[_Array]:
+    item = 0
+    for inner in _plain_optimizers(optimizer):
+        places = getattr(inner, "parameter_places", {})
+        first = getattr(inner, "first_parameter_number", 0)
+        for number, param in enumerate(params_of(inner), first):
+            if not (state := inner.state.get(param)):
+                continue
+            place = places.get(param) or place_of(number, param)
+            local = local_tensor(param)
+            row = local.numel() // max(1, local.shape[0]) if state.keys() & SCALES.keys() else 0
+            if hasattr(local, "low_precision_copy"):  # torchopt_ext/fsdp.py
+                yield _Array(item, local, (_WEIGHT, row, *place))
+            elif MASTER not in state:
+                yield _Array(item, local, (_PARAM, row, *place))
+            for name, value in state.items():
+                if name in _ROLES:
+                    yield _Array(item, local_tensor(value), (_ROLES[name], row, *place))
+                elif isinstance(value, Tensor) and name not in _COUNTS:
+                    raise ValueError(
+                        f"state entry {name!r} of parameter {number} has no role in a digest, "
+                        f"expected some of {list(_ROLES)}"
+                    )
+            item += 1
+
+
+def _plain_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yields the optimizers inside wrappers, containers and ZeroRedundancyOptimizer."""
+    optimizer = inner_optimizer(optimizer)
+    inside = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optim", None)]
+    if inside == [None]:
+        yield optimizer
+        return
+    for inner in inside:
+        yield from _plain_optimizers(inner)
