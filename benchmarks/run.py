@@ -12,7 +12,7 @@ from pathlib import Path
 import report
 import torch
 from allocations import measure_allocations
-from bf16_cases import OPTIONS, build_masters, build_plain
+from bf16_cases import build_masters, build_plain
 from cases import CLIP, FUSED, HOST, OURS, SCALER, STEP, build_fp32
 from group import Group
 from measure import measure
@@ -20,7 +20,7 @@ from peers import PEERS, PEERS_8BIT, build_peer, build_peer_8bit
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import targets
 from timing import Flush, wall_milliseconds
-from tracked_cases import build_digests, build_tracked
+from tracked_cases import build_tracked
 
 
 def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
@@ -37,10 +37,6 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[partial[Group]]:
         partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),
-        *[
-            partial(build_digests, kind, kind.replace(OURS, GPT2) + ", tracked", sets[GPT2])
-            for kind in OPTIONS
-        ],
         *[partial(build_peer, peer, name, sets[name]) for name in (GPT2, SMALL) for peer in PEERS],
         *[
             partial(build_peer_8bit, peer, f"{GPT2}, {peer.name}", sets[GPT2])

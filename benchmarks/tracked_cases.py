@@ -1,22 +1,19 @@
-"""Cases of steps that track, and of the same steps without tracking."""
+"""Cases of steps that track or that a digest follows, and of the same steps alone."""
 
 from __future__ import annotations
 
 import torch
-from bf16_cases import BYTES as BF16_BYTES
-from bf16_cases import OPTIONS as BF16_OPTIONS
 from cases import BYTES, CLIP, MAX_NORM, OURS, gradients_of, params_with
 from group import Case, Group
 from shapes import Shapes
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, digest
 
 TRACKED = {
     OURS: (),
     f"{OURS}, norms": ("norms",),
     f"{OURS}, lost updates": ("lost_updates",),
-    f"{OURS}, digest": ("digest",),
-    f"{OURS}, all three": ("norms", "lost_updates", "digest"),
+    f"{OURS}, both": ("norms", "lost_updates"),
 }
 
 
@@ -27,16 +24,11 @@ def build_tracked(name: str, shapes: Shapes, device: str = "cpu") -> Group:
     for implementation, track in TRACKED.items():
         optimizer = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM, track=track)
         cases.append(Case(implementation, CLIP, optimizer.step, BYTES[OURS, CLIP]))
+    optimizer = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM)
+
+    def step_and_digest() -> None:
+        optimizer.step()
+        digest(optimizer)
+
+    cases.append(Case(f"{OURS}, then a digest", CLIP, step_and_digest, BYTES[OURS, CLIP] + 12))
     return Group(name, shapes, cases, baseline=OURS)
-
-
-def build_digests(implementation: str, name: str, shapes: Shapes) -> Group:
-    """Builds bfloat16 cases with and without a digest for a key of bf16_cases.OPTIONS."""
-    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
-    cases = []
-    for case, track in ((implementation, ()), (f"{implementation}, digest", ("digest",))):
-        settings = BF16_OPTIONS[implementation]
-        params = params_with(gradients)
-        optimizer = FusedAdamW(params, max_grad_norm=MAX_NORM, track=track, **settings)
-        cases.append(Case(case, CLIP, optimizer.step, BF16_BYTES[implementation]))
-    return Group(name, shapes, cases, baseline=implementation)

@@ -4,7 +4,7 @@
 // word) and of the array's role. Words are counted from the parameter's start. Words of fp64
 // elements and of scales are not split; they have a factor of their element and one of their role.
 // Replicas with the same values have the same digest, digests of shards add up to the whole
-// wherever it is cut, and one flipped bit always changes the digest. docs/numerics.md section 10.
+// wherever it is cut, and one flipped bit always changes the digest. docs/numerics.md section 9.
 #pragma once
 
 #include "kernels/quantize.h"

@@ -1,4 +1,4 @@
-"""Digests of tensors, and of an optimizer's weights and state (docs/numerics.md section 10)."""
+"""Digests of tensors, and of an optimizer's weights and state (docs/numerics.md section 9)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -56,6 +56,8 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
     device = arrays[0].tensor.device
     total = torch.zeros(1 + arrays[-1].item, dtype=torch.int64, device=device)
     for there, held in by_device.items():
+        if there.type == "meta":
+            raise RuntimeError(f"tensor {held[0].item} is on the meta device and has no data")
         found = torch.zeros(len(held), dtype=torch.int64, device=there)
         numbers = [n for array in held for n in array.numbers]
         torch.ops.torchopt_ext.digest_.default([array.tensor for array in held], numbers, found)
