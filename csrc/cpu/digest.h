@@ -31,9 +31,8 @@ struct UpperHalfFactors {
 inline constexpr UpperHalfFactors kUpperHalfFactors;
 
 inline uint64_t digest(const DigestArray& array, int64_t begin, int64_t end) {
-  RegisterWarp::PerThread<uint64_t> sums{};
-  add_digest(RegisterWarp{}, sums, array, begin, end,
-             [](int word) { return kUpperHalfFactors.of[word]; });
+  const auto sums = warp_digest(RegisterWarp{}, array, begin, end,
+                                [](int word) { return kUpperHalfFactors.of[word]; });
   uint64_t total = 0;
   for (const uint64_t sum : sums.value) {
     total += sum;

@@ -28,9 +28,9 @@ TORCHOPT_HD inline void digest_body(const Cta& cta, const DigestArgs& args) {
       return;
     }
     const Chunk chunk = args.chunks[c];
-    typename std::remove_cvref_t<decltype(warp)>::template PerThread<uint64_t> sums{};
-    add_digest(warp, sums, args.arrays[chunk.tensor], chunk.begin, chunk.end(),
-               [](int word) { return upper_half_factor(static_cast<uint32_t>(word)); });
+    auto sums =
+        warp_digest(warp, args.arrays[chunk.tensor], chunk.begin, chunk.end(),
+                    [](int word) { return upper_half_factor(static_cast<uint32_t>(word)); });
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       warp.fold(sums, distance);
     }

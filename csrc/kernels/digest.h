@@ -36,7 +36,7 @@ TORCHOPT_HD constexpr int32_t upper_half_factor(uint32_t word) {
 
 // Returns the sum of a word's signed halves times their factors; at most 2**26 in magnitude.
 TORCHOPT_HD constexpr int32_t weighted_halves(uint32_t word, int32_t upper_factor) {
-  const auto lower = static_cast<int32_t>(static_cast<int16_t>(word));
+  const int32_t lower = static_cast<int32_t>(word << 16) >> 16;
   const int32_t upper = static_cast<int32_t>(word) >> 16;
   return lower * 2048 + (upper - lower) * upper_factor;
 }
@@ -98,82 +98,84 @@ TORCHOPT_HD inline uint32_t word_within(const char* memory, int word, int begin,
   return bits;
 }
 
-// Adds the digest of elements [begin, end) to the sums of a warp's threads (cuda/cta.h). A thread
-// takes every 32nd word of a segment, which are of one lane and at most 16. factor(word) is
+// Returns each thread's part of the digest of elements [begin, end). A warp's thread (cuda/cta.h)
+// takes every 32nd word of a segment, at most 16, all of one lane. factor(word) is
 // upper_half_factor or a table of it.
 template <class Warp, class Factor>
-TORCHOPT_HD inline void add_digest(const Warp& warp,
-                                   typename Warp::template PerThread<uint64_t>& sums,
-                                   const DigestArray& array, int64_t begin, int64_t end,
-                                   const Factor& factor) {
-  const uint64_t of_role = role_factor(array.group);
+TORCHOPT_HD inline typename Warp::template PerThread<uint64_t> warp_digest(
+    const Warp& warp, const DigestArray& array, int64_t begin, int64_t end, const Factor& factor) {
+  typename Warp::template PerThread<uint64_t> sums{};         // without the role's factor
+  typename Warp::template PerThread<uint64_t> upper_words{};  // of fp64 elements
   const auto* const memory = static_cast<const char*>(array.memory[kParam]);
-  const auto whole_word = [](uint32_t bits, int32_t of_element) {
-    return bits * static_cast<uint64_t>(int64_t{of_element});
+  const auto product = [](uint64_t x, int32_t of_element) {
+    return x * static_cast<uint64_t>(int64_t{of_element});
   };
-  if (array.group >= kFirstScaleRole) {  // elements are groups
-    const int64_t in_row = groups_in_row(array.row_length);
-    for (int64_t row = begin; row < end; row += kDigestThreads) {
+  const auto each_element = [&](int64_t n, const auto& visit) {
+    for (int64_t row = 0; row < n; row += kDigestThreads) {
       warp.each([&](int thread) {
-        const int64_t i = row + thread;
-        if (i < end) {
-          const int64_t first = i / in_row * array.row_length + i % in_row * kQuantGroup;
-          const int64_t number = global_element(array, first);
-          const int32_t of_group = element_factor(digest_base(array.index, number), number);
-          const auto bits = reinterpret_cast<const uint32_t*>(memory)[i];
-          sums[thread] += whole_word(bits, of_group) * of_role;
+        if (row + thread < n) {
+          visit(thread, row + thread);
         }
       });
     }
-    return;
-  }
+  };
+  const auto add_scales = [&] {
+    const int64_t in_row = groups_in_row(array.row_length);
+    each_element(end - begin, [&](int thread, int64_t k) {
+      const int64_t group = begin + k;
+      const int64_t first = group / in_row * array.row_length + group % in_row * kQuantGroup;
+      const int64_t number = global_element(array, first);
+      const auto bits = reinterpret_cast<const uint32_t*>(memory)[group];
+      sums[thread] += product(bits, element_factor(digest_base(array.index, number), number));
+    });
+  };
   const auto size = static_cast<int>(element_size(array.layout.param));
-  const uint64_t of_upper = role_factor(array.group + kDigestUpperWord);
-  for_each_segment(
-      array, begin, end, [&](int64_t first, int64_t last, int64_t number, uint32_t base) {
-        const auto in_segment = static_cast<int>(number % kDigestSegment);
-        const auto n = static_cast<int>(last - first);
-        const char* const from = memory + first * size;
-        if (size == 8) {
-          for (int row = 0; row < n; row += kDigestThreads) {
-            warp.each([&](int thread) {
-              if (row + thread < n) {
-                const auto bits = reinterpret_cast<const uint64_t*>(from)[row + thread];
-                const int32_t of_element = element_factor(base, number + row + thread);
-                sums[thread] += whole_word(static_cast<uint32_t>(bits), of_element) * of_role;
-                sums[thread] +=
-                    whole_word(static_cast<uint32_t>(bits >> 32), of_element) * of_upper;
-              }
-            });
-          }
-          return;
-        }
-        const int first_byte = in_segment * size;
-        const int last_byte = first_byte + n * size;
-        // Whole words that begin at multiples of 4 bytes, as if memory held the segment.
-        const bool aligned =
-            (reinterpret_cast<uintptr_t>(from) - static_cast<uintptr_t>(first_byte)) % 4 == 0;
-        typename Warp::template PerThread<int32_t> halves{};
-        for (int row = first_byte / 4 / kDigestThreads * kDigestThreads; 4 * row < last_byte;
-             row += kDigestThreads) {
-          if (aligned && 4 * row >= first_byte && 4 * (row + kDigestThreads) <= last_byte) {
-            const auto* const words =
-                reinterpret_cast<const uint32_t*>(from + (4 * row - first_byte));
-            warp.each([&](int thread) {
-              halves[thread] += weighted_halves(words[thread], factor(row + thread));
-            });
-          } else {
-            warp.each([&](int thread) {
-              const uint32_t word = word_within(from, row + thread, first_byte, last_byte);
-              halves[thread] += weighted_halves(word, factor(row + thread));
-            });
-          }
-        }
-        warp.each([&](int thread) {
-          const int32_t lane = element_factor(base, number - in_segment + thread % kDigestLanes);
-          sums[thread] += static_cast<uint64_t>(int64_t{halves[thread]} * lane) * of_role;
-        });
+  const auto add_segment = [&](int64_t first, int64_t last, int64_t number, uint32_t base) {
+    const char* const from = memory + first * size;
+    if (size == 8) {
+      each_element(last - first, [&](int thread, int64_t k) {
+        const auto bits = reinterpret_cast<const uint64_t*>(from)[k];
+        const int32_t of_element = element_factor(base, number + k);
+        sums[thread] += product(bits & 0xffffffffu, of_element);
+        upper_words[thread] += product(bits >> 32, of_element);
       });
+      return;
+    }
+    const auto in_segment = static_cast<int>(number % kDigestSegment);
+    const int first_byte = in_segment * size;
+    const int last_byte = first_byte + static_cast<int>(last - first) * size;
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(from) - static_cast<unsigned>(first_byte)) % 4 == 0;
+    typename Warp::template PerThread<int32_t> halves{};
+    for (int row = first_byte / 4 / kDigestThreads * kDigestThreads; 4 * row < last_byte;
+         row += kDigestThreads) {
+      if (aligned && 4 * row >= first_byte && 4 * (row + kDigestThreads) <= last_byte) {
+        const auto* const words = reinterpret_cast<const uint32_t*>(from + (4 * row - first_byte));
+        warp.each([&](int thread) {
+          halves[thread] += weighted_halves(words[thread], factor(row + thread));
+        });
+      } else {
+        warp.each([&](int thread) {
+          const uint32_t word = word_within(from, row + thread, first_byte, last_byte);
+          halves[thread] += weighted_halves(word, factor(row + thread));
+        });
+      }
+    }
+    warp.each([&](int thread) {
+      const int32_t lane = element_factor(base, number - in_segment + thread % kDigestLanes);
+      sums[thread] += static_cast<uint64_t>(int64_t{halves[thread]} * lane);
+    });
+  };
+  if (array.group >= kFirstScaleRole) {
+    add_scales();
+  } else {
+    for_each_segment(array, begin, end, add_segment);
+  }
+  warp.each([&](int thread) {
+    sums[thread] = sums[thread] * role_factor(array.group) +
+                   upper_words[thread] * role_factor(array.group + kDigestUpperWord);
+  });
+  return sums;
 }
 
 }  // namespace
