@@ -42,7 +42,7 @@ TORCHOPT_HD constexpr int32_t weighted_halves(uint32_t word, int32_t upper_facto
 }
 
 TORCHOPT_HD constexpr uint64_t role_factor(int role) {
-  return mix64(static_cast<uint64_t>(role + 1)) | 1;
+  return mix64(static_cast<uint64_t>(role) + 1) | 1;
 }
 
 // The same for elements whose numbers differ only in their lowest kStreamBits bits.
