@@ -47,7 +47,7 @@ def test_options_are_those_of_the_next_step() -> None:
     optimizer = adam(track=True, rounding_seed=7, stochastic_rounding=True, state_dtype="int8")
     optimizer.max_grad_norm, optimizer.skip_nonfinite = math.inf, True
     expected = StepOptions(
-        track=("norms", "lost_updates", "digest"),
+        track=("norms", "lost_updates"),
         rounding_seed=7,
         stochastic_rounding=True,
         state_dtype=torch.int8,
