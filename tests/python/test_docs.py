@@ -37,6 +37,7 @@ from torchopt_ext.__main__ import main as torchopt_ext_main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
+RESULTS = ROOT / "benchmarks/results"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELLS = ("sh", "bash", "console")
 RUNS = ("python", "diff", "setup")
@@ -275,3 +276,17 @@ def test_troubleshooting_has_messages_as_they_are() -> None:
     for message in messages:
         for piece in message.split("..."):
             assert piece.strip() in sources, f"no message has {piece!r}: {message}"
+
+
+def test_tables_of_the_benchmarks_have_the_figures_of_their_files() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text()
+    tables = runpy.run_path(str(ROOT / "benchmarks/tables.py"))
+    assert tables["filled"](page) == page
+    assert page.count("<!-- table: ") == page.count("<!-- end -->") == 4
+
+
+def test_a_page_shows_each_result_of_the_benchmarks() -> None:
+    shown = "".join(page.read_text() for page in PAGES)
+    results = [file.name for file in RESULTS.iterdir()]
+    assert results
+    assert not [name for name in results if f"results/{name})" not in shown]
