@@ -9,6 +9,16 @@ from torch import Tensor
 ACCUMULATOR_SIZE: int
 CONTROL_FIELDS: tuple[str, ...]
 
+def algorithms() -> dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+    """Returns hyperparameters and states of each algorithm, in the order of the fields of Hyper and
+    State in optim/algorithms.py."""
+
+def check_hypers(algorithm: str, values: Sequence[float]) -> None:
+    """Raises ValueError if a value, in the order of the declaration, is out of range."""
+
+STATES: int  # the most states of an algorithm
+SCALES: int  # the most 8-bit moments
+
 def cpu_kernels() -> str: ...
 
 # The bucket_elements that ops.partition_balanced chooses.
@@ -87,6 +97,7 @@ class OptimizerPlan:
         # group, name, number, part; place (optim/storage.py); whether the local tensors are copy
         # and, as master, weight
         params: Sequence[tuple[Any, ...]],
+        algorithms: Sequence[str],  # by group
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],

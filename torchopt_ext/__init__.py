@@ -1,6 +1,7 @@
 """The optimizer half of a PyTorch training step, in C++ and CUDA.
 
-FusedAdam and FusedAdamW take the place of torch.optim's Adam and AdamW, GradScaler of torch.amp's,
+FusedAdam, FusedAdamW and FusedSGD take the place of torch.optim's classes, FusedLion is Lion, and
+FusedOptimizer has groups of any of them. GradScaler takes the place of torch.amp's,
 ZeroRedundancyOptimizer of torch.distributed.optim's, FSDPadaptOptimizer of LightRFT's, and the
 containers of torchtitan's. ``torchopt_ext.ops`` holds the operators that they call.
 docs/numerics.md specifies what the operators compute.
@@ -12,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchopt_ext import _library, ops  # _library first: it checks the compiled libraries
-from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
 if TYPE_CHECKING:
     from torchopt_ext import containers, mixed_precision, zero
@@ -34,10 +35,10 @@ cmake_prefix_path: str = _library.cmake_prefix_path
 """The CMake prefix path of the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path."""
 
 __all__ = [
-    "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "GradScaler",
-    "ZeroRedundancyOptimizer", "cmake_prefix_path", "containers", "cuda_built",
-    "digest", "load_fsdp_optimizer", "log_to", "mixed_precision", "offload_fsdp_optimizer",
-    "ops", "optimizer_on_device", "param_groups", "zero",
+    "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "FusedLion",
+    "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer", "cmake_prefix_path",
+    "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to", "mixed_precision",
+    "offload_fsdp_optimizer", "ops", "optimizer_on_device", "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {

@@ -16,7 +16,7 @@ using torch::serialize::OutputArchive;
 
 // Raises for options that are invalid at construction. A schedule may later set lr below 0.
 void check_initial_options(const FusedAdamWOptions& options) {
-  TORCH_CHECK_VALUE(hyper_of(options).lr >= 0.0, "Invalid learning rate: ", options.lr());
+  TORCH_CHECK_VALUE(hyper_of(options)[kLr] >= 0.0, "Invalid learning rate: ", options.lr());
 }
 
 // Calls visit(name, option) for every option: option(options) is a reference to it.

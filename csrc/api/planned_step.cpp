@@ -73,16 +73,18 @@ const FusedAdamWOptions& options_of(const OptimizerParamGroup& group) {
   return *options;
 }
 
-AdamHyper hyper_of(const FusedAdamWOptions& options) {
+Hyper hyper_of(const FusedAdamWOptions& options) {
+  Hyper hyper{};
   const auto [beta1, beta2] = options.betas();
-  const AdamHyper hyper{options.lr(),
-                        beta1,
-                        beta2,
-                        options.eps(),
-                        options.weight_decay(),
-                        options.decoupled_weight_decay(),
-                        options.maximize()};
-  check_hyper(hyper);
+  hyper.value[kLr] = options.lr();
+  hyper.value[kWeightDecay] = options.weight_decay();
+  hyper.value[kDecoupled] = options.decoupled_weight_decay() ? 1.0 : 0.0;
+  hyper.value[kMaximize] = options.maximize() ? 1.0 : 0.0;
+  hyper.value[Adam::kBeta1] = beta1;
+  hyper.value[Adam::kBeta2] = beta2;
+  hyper.value[Adam::kEps] = options.eps();
+  hyper.value[Adam::kBiasCorrection] = 1.0;
+  check_hyper(Algorithm::kAdam, hyper);
   return hyper;
 }
 
@@ -157,11 +159,11 @@ void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tens
     fit(*own, amsgrad, number, param);
     StepPlan::Entry entry;
     entry.tensors[kParam] = param;
-    entry.tensors[kExpAvg] = own->exp_avg();
-    entry.tensors[kExpAvgSq] = own->exp_avg_sq();
+    entry.tensors[state_array(Adam::kExpAvg)] = own->exp_avg();
+    entry.tensors[state_array(Adam::kExpAvgSq)] = own->exp_avg_sq();
     entry.tensors[kStep] = own->step();
     if (amsgrad) {
-      entry.tensors[kMaxExpAvgSq] = own->max_exp_avg_sq();
+      entry.tensors[state_array(Adam::kMaxExpAvgSq)] = own->max_exp_avg_sq();
     }
     entry.group = static_cast<int32_t>(g);
     if (const std::string* name = what(number, param).name) {
@@ -198,11 +200,11 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
       return nullptr;  // no tensors: differs from what is known
     }
     tensors[kParam] = param.unsafeGetTensorImpl();
-    tensors[kExpAvg] = own->exp_avg().unsafeGetTensorImpl();
-    tensors[kExpAvgSq] = own->exp_avg_sq().unsafeGetTensorImpl();
+    tensors[state_array(Adam::kExpAvg)] = own->exp_avg().unsafeGetTensorImpl();
+    tensors[state_array(Adam::kExpAvgSq)] = own->exp_avg_sq().unsafeGetTensorImpl();
     tensors[kStep] = own->step().unsafeGetTensorImpl();
     if (amsgrad[slots_[i].group]) {
-      tensors[kMaxExpAvgSq] = own->max_exp_avg_sq().unsafeGetTensorImpl();
+      tensors[state_array(Adam::kMaxExpAvgSq)] = own->max_exp_avg_sq().unsafeGetTensorImpl();
     }
     return &param.unsafeGetTensorImpl()->grad();
   };
@@ -249,7 +251,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   const at::NoGradGuard no_grad;
   std::vector<GroupHyper> hypers;
   for (const OptimizerParamGroup& group : groups) {
-    hypers.push_back({hyper_of(options_of(group)), {}});
+    hypers.push_back({Algorithm::kAdam, hyper_of(options_of(group)), {}});
   }
   // A gradient must not outlive the step, even if the step raises.
   const auto releasing = c10::make_scope_exit([this] {

@@ -64,6 +64,6 @@ class PlannedStep {
 const FusedAdamWOptions& options_of(const torch::optim::OptimizerParamGroup& group);
 
 // Returns a group's hyperparameters. Raises, naming the argument, if one is out of range.
-AdamHyper hyper_of(const FusedAdamWOptions& options);
+Hyper hyper_of(const FusedAdamWOptions& options);
 
 }  // namespace torchopt_ext

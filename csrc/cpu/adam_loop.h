@@ -1,8 +1,8 @@
-// The loop of pass B over elements of one tensor: runs kernels/adam_step.h register by register.
+// The loop of pass B over elements of one tensor: runs kernels/step.h register by register.
 #pragma once
 
 #include "cpu/fetch_ahead.h"
-#include "kernels/adam_step.h"
+#include "kernels/step.h"
 
 namespace torchopt_ext {
 namespace {
@@ -71,7 +71,7 @@ class LoopTrace {
     const auto before = at.lane.load(change);
     const auto after = at.weight();
     at.lane.store(change, L::sub(after, before));
-    lost_ += L::count_lost(before, after, at.exp_avg(), decays);
+    lost_ += L::count_lost(before, after, at.mover(), decays);
   }
   int64_t lost() const { return lost_; }
 
@@ -91,13 +91,13 @@ struct NoTrace {
 // of Tail, which may hold one element, by a part of a register, or one by one. `draws` begins at
 // element `begin`, or is null. Inlined into every caller, so that the compiler removes branches on
 // a constant layout or mode.
-template <class L, class Tail, class Trace>
-[[gnu::always_inline]] inline void adam_loop(const AdamScalars<typename L::scalar>& scalars,
-                                             const Layout& layout, const StepMode& mode,
-                                             const TensorWork& work, int64_t begin, int64_t end,
-                                             const Draws* draws, Trace&& trace) {
+template <class A, class L, class Tail, class Trace>
+[[gnu::always_inline]] inline void update_loop(const Scalars<typename L::scalar>& scalars,
+                                               const Layout& layout, const StepMode& mode,
+                                               const TensorWork& work, int64_t begin, int64_t end,
+                                               const Draws* draws, Trace&& trace) {
   using Scalar = ScalarLane<typename L::scalar>;
-  const AdamScalars<typename L::scalar> s = scalars;
+  const Scalars<typename L::scalar> s = scalars;
   const TensorWork copy = work;  // stays in registers: stores may alias `work`
   const auto& x = copy.memory;
   int64_t i = begin;
@@ -107,9 +107,9 @@ template <class L, class Tail, class Trace>
     trace.before(at);
     if constexpr (Lane::any_layout) {
       const auto random = draws != nullptr ? draws->of<Lane>(i - begin) : typename Lane::Random{};
-      adam_step(at, s, mode, draws != nullptr ? &random : nullptr);
+      update_elements<A>(at, s, mode, draws != nullptr ? &random : nullptr);
     } else {
-      adam_step(at, s, mode, static_cast<const Draws*>(nullptr));
+      update_elements<A>(at, s, mode, static_cast<const Draws*>(nullptr));
     }
     trace.after(at, s.has_decay);
   };

@@ -34,7 +34,7 @@ inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& sca
       trace.grad_sumsq += sum_of_squares(work.layout.grad, element(work, kGrad, i), n);
     }
     alignas(64) double change[kTileElements];
-    trace.lost += table.adam[kind](scalars, work, options, i, tile_end, change);
+    trace.lost += table.update[kind](scalars, work, options, i, tile_end, change);
     if (norms) {
       trace.update_sumsq +=
           sum_of_squares(is_double ? DType::kFloat64 : DType::kFloat32, change, n);

@@ -2,7 +2,6 @@
 // exports one table. kernel_table.cpp selects the table to use.
 #pragma once
 
-#include "kernels/adam.h"
 #include "kernels/digest.h"
 #include "kernels/exact_accumulator.h"
 #include "kernels/kinds.h"
@@ -13,12 +12,12 @@ namespace torchopt_ext {
 struct KernelTable {
   const char* name;  // "default", "avx2" or "avx512"
 
-  // Pass B on elements [begin, end) of a tensor, indexed by AdamKind. Unless `change` is null,
+  // Pass B on elements [begin, end) of a tensor, indexed by Kind. Unless `change` is null,
   // writes the change of each stored weight there, in the tensor's compute type, and returns how
   // many weights did not change although their update was not 0.
-  int64_t (*adam[kAdamKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
-                              int64_t begin, int64_t end, void* change);
-  // Pass B with tracking: adam by `table`, on a chunk. Returns the chunk's trace.
+  int64_t (*update[kKinds])(const TensorScalars&, const TensorWork&, const StepOptions&,
+                            int64_t begin, int64_t end, void* change);
+  // Pass B with tracking: update by `table`, on a chunk. Returns the chunk's trace.
   ChunkTrace (*traced)(const KernelTable& table, const TensorScalars&, const TensorWork&,
                        const StepOptions&, int64_t begin, int64_t end);
 

@@ -40,38 +40,31 @@ using WideLane = FloatLane;
 using DoubleLane = ScalarLane<double>;
 #endif
 
-template <AdamKind kKind>
-using MainLane = std::conditional_t<kKind == AdamKind::kFloat64, DoubleLane,
+template <Kind kKind>
+using MainLane = std::conditional_t<is_double(kKind), DoubleLane,
                                     std::conditional_t<kTraits<kKind>.pairs, WideLane, FloatLane>>;
 // The lane type of the elements that do not fill a register of the main loop.
-template <AdamKind kKind>
+template <Kind kKind>
 using TailLane = std::conditional_t<kTraits<kKind>.single_registers, FloatLane,
                                     ScalarLane<typename MainLane<kKind>::scalar>>;
 
-// Updates elements [begin, end); with 8-bit moments whole groups. Specialized kernels for 8-bit
-// moments leave rows with a short group to kInt8.
-template <AdamKind kKind, class Trace>
+// Updates elements [begin, end); with 8-bit moments whole groups.
+template <Kind kKind, class Trace>
 void step(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
           int64_t begin, int64_t end, Trace&& trace) {
   const Layout layout = known_layout<kKind>(work.layout);
   StepMode mode = known_mode<kKind>(options, layout);
   if constexpr (is_quantized(kKind)) {
-    if constexpr (!kTraits<kKind>.general) {
-      if (work.row_length % kQuantGroup != 0) {
-        step<AdamKind::kInt8>(scalars, work, options, begin, end, trace);
-        return;
-      }
-    }
     const RoundingKey key = mode.rounds ? rounding_key(options, work) : RoundingKey{};
-    quantized_loop<WideLane, /*kWhole=*/!kTraits<kKind>.general>(scalars.as_float, layout, mode,
-                                                                 work, begin, end, key, trace);
+    quantized_loop<AlgorithmOf<kKind>, WideLane, /*kWhole=*/!kTraits<kKind>.general>(
+        scalars.as_float, layout, mode, work, begin, end, key, trace);
   } else {
     using L = MainLane<kKind>;
     mode.past_caches = layout.master == Master::kFloat32 && options.past_caches;
     const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
         __attribute__((always_inline)) {
-      adam_loop<L, TailLane<kKind>>(scalars_in<typename L::scalar>(scalars), layout, mode, work,
-                                    first, last, draws, trace);
+      update_loop<AlgorithmOf<kKind>, L, TailLane<kKind>>(
+          scalars_in<typename L::scalar>(scalars), layout, mode, work, first, last, draws, trace);
     };
     if (!mode.rounds) {
       loop(begin, end, nullptr);
@@ -87,9 +80,9 @@ void step(const TensorScalars& scalars, const TensorWork& work, const StepOption
   }
 }
 
-template <AdamKind kKind>
-int64_t adam(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
-             int64_t begin, int64_t end, void* change) {
+template <Kind kKind>
+int64_t update(const TensorScalars& scalars, const TensorWork& work, const StepOptions& options,
+               int64_t begin, int64_t end, void* change) {
   if (change == nullptr) {
     step<kKind>(scalars, work, options, begin, end, NoTrace{});
     return 0;
@@ -138,11 +131,11 @@ void scaled_copy(void* to_memory, const void* from_memory, double factor, int64_
   }
 }
 
-template <int... kKinds>
-constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
+template <int... kNumbers>
+constexpr KernelTable table_of(std::integer_sequence<int, kNumbers...>) {
   return {
       .name = kName,
-      .adam = {adam<AdamKind{kKinds}>...},
+      .update = {update<Kind{kNumbers}>...},
       .traced = adam_traced,
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
@@ -163,7 +156,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kKinds...>) {
 }  // namespace
 
 const KernelTable& TORCHOPT_KERNELS() {
-  static constexpr KernelTable table = table_of(std::make_integer_sequence<int, kAdamKinds>{});
+  static constexpr KernelTable table = table_of(std::make_integer_sequence<int, kKinds>{});
   return table;
 }
 

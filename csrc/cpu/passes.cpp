@@ -70,17 +70,15 @@ struct Scalars {
   TensorScalars values;
 };
 
-std::vector<AdamHyper> with_learning_rates(const std::vector<GroupHyper>& groups,
-                                           double lr_factor) {
-  std::vector<AdamHyper> hypers;
+std::vector<Hyper> with_learning_rates(const std::vector<GroupHyper>& groups, double lr_factor) {
+  std::vector<Hyper> hypers;
   hypers.reserve(groups.size());
   for (const GroupHyper& group : groups) {
-    AdamHyper hyper = group.adam;
+    Hyper& hyper = hypers.emplace_back(group.hyper);
     if (group.lr.defined()) {
-      hyper.lr = group.lr.item<double>();
+      hyper.value[kLr] = group.lr.item<double>();
     }
-    hyper.lr *= lr_factor;
-    hypers.push_back(hyper);
+    hyper.value[kLr] *= lr_factor;
   }
   return hypers;
 }
@@ -157,20 +155,21 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
   scaler_update(*static_cast<Control*>(control.data_ptr()), overflow, *scale.data_ptr<float>());
 }
 
-void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
-          const Traces& traces) {
+void update(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
+            const Traces& traces) {
   const auto& decision = *static_cast<const Control*>(control.const_data_ptr());
   if (decision.skip != 0.0) {
     return;
   }
   // Kept between steps, so that a step does not allocate memory that grows with the model.
   static thread_local std::vector<Scalars> scalars;
-  static thread_local std::vector<uint32_t> scalars_of;  // the index into `scalars` of each tensor
+  static thread_local std::vector<uint32_t> scalars_at;  // the index into `scalars` of each tensor
   scalars.clear();
-  scalars_of.resize(work.tensors.size());
+  scalars_at.resize(work.tensors.size());
   {
     const FloatMode mode;
-    const std::vector<AdamHyper> hypers = with_learning_rates(groups, decision.lr_factor);
+    const double factor = decision.grad_factor;
+    const std::vector<Hyper> hypers = with_learning_rates(groups, decision.lr_factor);
     size_t current = 0;
     for (size_t t = 0; t < work.tensors.size(); ++t) {
       const TensorWork& tensor = work.tensors[t];
@@ -180,20 +179,21 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
       const float step = step_of(tensor) += 1.0f;
       if (scalars.empty() || scalars[current].group != tensor.group ||
           scalars[current].step != step) {
-        const AdamHyper& hyper = hypers[static_cast<size_t>(tensor.group)];
+        const auto group = static_cast<size_t>(tensor.group);
+        const Algorithm algorithm = groups[group].algorithm;
         const auto count = static_cast<int64_t>(step);
         current = scalars.size();
         scalars.push_back({tensor.group,
                            step,
-                           {adam_scalars<float>(hyper, count, decision.grad_factor),
-                            adam_scalars<double>(hyper, count, decision.grad_factor)}});
+                           {scalars_of<float>(algorithm, hypers[group], count, factor),
+                            scalars_of<double>(algorithm, hypers[group], count, factor)}});
       }
-      scalars_of[t] = static_cast<uint32_t>(current);
+      scalars_at[t] = static_cast<uint32_t>(current);
     }
   }
   // Worker threads have their own thread_local copies: hand them this thread's.
   const Scalars* const all = scalars.data();
-  const uint32_t* const index = scalars_of.data();
+  const uint32_t* const index = scalars_at.data();
   auto* chunk_traces =
       work.options.track != 0 ? static_cast<ChunkTrace*>(traces.chunks.data_ptr()) : nullptr;
   StepOptions options = work.options;
@@ -211,8 +211,8 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
         chunk_traces[i] =
             kernels().traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
       } else {
-        kernels().adam[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
-                                                      chunk.end(), /*change=*/nullptr);
+        kernels().update[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
+                                                        chunk.end(), /*change=*/nullptr);
       }
     }
     if (options.past_caches) {
@@ -282,8 +282,8 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 
 const Passes& passes() {
   static constexpr Passes all{
-      sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
-      prepare,        adam,  scaled_copy,       digest,         lr_factors};
+      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update,
+      prepare,        update, scaled_copy,       digest,         lr_factors};
   return all;
 }
 

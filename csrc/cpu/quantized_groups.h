@@ -31,7 +31,7 @@ class GroupDraws : public Draws {
 // computed the scales, a register of groups at a time.
 inline constexpr int kGroupsAtOnce = 16;
 
-// One of the two moments of kGroupsAtOnce groups, buffered between the parts of a step.
+// One moment of kGroupsAtOnce groups, buffered between the parts of a step.
 template <class L>
 struct BufferedMoment {
   using SingleLane = typename L::SingleLane;
@@ -69,21 +69,21 @@ struct BufferedMoment {
 };
 
 // The dither that is added to the codes of a group, in the order of L::store_temporary().
-template <class L>
+template <class A, class L>
 struct GroupDither {
   explicit GroupDither(const TensorWork& work) {
     const auto step = static_cast<uint32_t>(static_cast<int64_t>(step_of(work)));
-    for (int k = 0; k < kQuantGroup; ++k) {
-      exp_avg[k] = dither(kExpAvg, step, k);
-      root[k] = dither(kExpAvgSq, step, k);
-    }
-    for (int k = 0; k < kQuantGroup; k += L::width) {
-      L::store_temporary(exp_avg + k, L::load(exp_avg + k));
-      L::store_temporary(root + k, L::load(root + k));
-    }
+    for_each_moment<A>([&](auto moment) {
+      float* const to = of[moment];
+      for (int k = 0; k < kQuantGroup; ++k) {
+        to[k] = dither(kIsRoot<A, moment>, step, k);
+      }
+      for (int k = 0; k < kQuantGroup; k += L::width) {
+        L::store_temporary(to + k, L::load(to + k));
+      }
+    });
   }
-  alignas(64) float exp_avg[kQuantGroup];
-  alignas(64) float root[kQuantGroup];
+  alignas(64) float of[kMoments<A>][kQuantGroup];
 };
 
 // Copies of short groups, padded with their own elements, so that the padding changes no scale.

@@ -7,29 +7,31 @@
 #pragma once
 
 #include "cpu/quantized_groups.h"
-#include "kernels/quantized_step.h"
+#include "kernels/quantized_adam.h"
 
 namespace torchopt_ext {
 namespace {
 
 // Updates elements [begin, end), which are whole groups. With kWhole every group has kQuantGroup
 // elements and needs no bookkeeping. `key` is for random bits, if the mode asks for them.
-template <class L, bool kWhole, class Trace>
-[[gnu::always_inline]] inline void quantized_loop(const AdamScalars<float>& scalars,
+template <class A, class L, bool kWhole, class Trace>
+[[gnu::always_inline]] inline void quantized_loop(const Scalars<float>& scalars,
                                                   const Layout& layout, const StepMode& mode,
                                                   const TensorWork& tensor, int64_t begin,
                                                   int64_t end, const RoundingKey& key,
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
-  const QuantizedFactors<L> factors{quantized_scalars(scalars)};
+  const QuantizedScalars<A> quantized(scalars);
+  const QuantizedStep<A, L> step(quantized);
   const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
-  const GroupDither<L> group_dither(work);
+  const GroupDither<A, L> group_dither(work);
   const bool random_weights = mode.rounds && weight_may_round_randomly(layout);
-  auto* exp_avg_scales = static_cast<float*>(work.memory[kExpAvgScale]);
-  auto* root_scales = static_cast<float*>(work.memory[kExpAvgSqScale]);
+  const auto scales = [&](int moment) __attribute__((always_inline)) {
+    return static_cast<float*>(work.memory[scale_array(moment)]);
+  };
   GroupDraws draws(key);
   ShortGroups shorts;
-  PerMoment<BufferedMoment<L>> kept;
+  BufferedMoment<L> kept[kMoments<A>];
 
   struct Group {
     int64_t first;  // first element, in the tensor
@@ -62,24 +64,35 @@ template <class L, bool kWhole, class Trace>
     }
   };
   const auto kept_moments = [&](int g, int k) __attribute__((always_inline)) {
-    return Moments<L>{L::load_temporary(kept.exp_avg.value[g] + k),
-                      L::load_temporary(kept.root.value[g] + k)};
+    Moments<A, L> moments;
+    for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+      moments.of[moment] = L::load_temporary(kept[moment].value[g] + k);
+    });
+    return moments;
+  };
+  const auto decoding_of = [&](int g) __attribute__((always_inline)) {
+    PerMoment<A, float> decoding;
+    for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+      decoding.of[moment] = kept[moment].decoding[g];
+    });
+    return decoding;
   };
   const auto average = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
-    const PerMoment<float> decoding{kept.exp_avg.decoding[g], kept.root.decoding[g]};
-    Moments<L> most{};
+    const PerMoment<A, float> decoding = decoding_of(g);
+    Moments<A, L> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
-      const Moments<L> now = average_moments(elements_at(group, k), factors, decoding);
-      L::store_temporary(kept.exp_avg.value[g] + k, now.exp_avg);
-      L::store_temporary(kept.root.value[g] + k, now.root);
-      const Moments<L> magnitudes{L::abs(now.exp_avg), now.root};
-      most = k == 0 ? magnitudes
-                    : Moments<L>{L::max_magnitude(most.exp_avg, magnitudes.exp_avg),
-                                 L::max_magnitude(most.root, magnitudes.root)};
+      const Moments<A, L> now = step.averaged(elements_at(group, k), decoding);
+      for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+        const auto value = now.of[moment];
+        L::store_temporary(kept[moment].value[g] + k, value);
+        const auto magnitude = kIsRoot<A, moment> ? value : L::abs(value);
+        most.of[moment] = k == 0 ? magnitude : L::max_magnitude(most.of[moment], magnitude);
+      });
     }
-    kept.exp_avg.set_largest(g, most.exp_avg);
-    kept.root.set_largest(g, most.root);
+    for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+      kept[moment].set_largest(g, most.of[moment]);
+    });
   };
   const auto update_weights = [&](int g) __attribute__((always_inline)) {
     const Group group = group_at(g);
@@ -88,8 +101,9 @@ template <class L, bool kWhole, class Trace>
     if (random_weights) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
+    const PerMoment<A, float> decoding = decoding_of(g);
     const auto updated_at = [&](int k) __attribute__((always_inline)) {
-      return updated_weights(elements_at(group, k), factors, kept_moments(g, k));
+      return step.weights(elements_at(group, k), decoding, kept_moments(g, k));
     };
     if (layout.master == Master::kRemainder8 && !mode.rounds) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
@@ -114,38 +128,40 @@ template <class L, bool kWhole, class Trace>
     if (mode.rounds) {
       draws.start(static_cast<uint64_t>(global_element(work, group.first)));
     }
-    const PerMoment<float> inverse{kept.exp_avg.inverse[g], kept.root.inverse[g]};
     const auto codes = [&](int k) __attribute__((always_inline)) {
       const auto drawn = mode.rounds ? draws.of<L>(k) : typename L::Random{};
-      return encode_moments<L>(
-          kept_moments(g, k), inverse, [&](Array array) __attribute__((always_inline)) {
-            return mode.rounds
-                       ? random_offset<L>(drawn, array)
-                       : L::load_temporary(
-                             (array == kExpAvg ? group_dither.exp_avg : group_dither.root) + k);
-          });
+      Moments<A, L> moments = kept_moments(g, k);
+      for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+        const auto added = mode.rounds ? random_offset<A, moment, L>(drawn)
+                                       : L::load_temporary(group_dither.of[moment] + k);
+        moments.of[moment] = L::fma(moments.of[moment], L::set1(kept[moment].inverse[g]), added);
+      });
+      return moments;
     };
     for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
-      const Moments<L> one = codes(k);
-      const Moments<L> other = codes(k + L::width);
+      const Moments<A, L> one = codes(k);
+      const Moments<A, L> other = codes(k + L::width);
       const ElementsAt<L> at = elements_at(group, k);
-      L::store_codes(at.template address<int8_t>(kExpAvg), one.exp_avg, other.exp_avg);
-      L::store_codes(at.template address<uint8_t>(kExpAvgSq), one.root, other.root);
+      for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+        L::store_codes(at.template address<CodeOf<A, moment>>(state_array(moment)), one.of[moment],
+                       other.of[moment]);
+      });
     }
     if (group.size < kQuantGroup) {
       shorts.store(g, layout, mode, work.memory, group.first, group.size);
     }
     for_each_traced(
         group, [&](const auto& at)
-                   __attribute__((always_inline)) { trace.after(at, factors.scalars.has_decay); });
+                   __attribute__((always_inline)) { trace.after(at, scalars.has_decay); });
   };
 
   int64_t left = work.row_length - begin % work.row_length;  // elements left in the row
   auto groups_left = static_cast<int>(group_of(work, end - 1) + 1 - index);
   while (groups_left > 0) {
     const int count = groups_left < kGroupsAtOnce ? groups_left : kGroupsAtOnce;
-    kept.exp_avg.load_scales(exp_avg_scales + index, count, factors.scalars.decoding.exp_avg);
-    kept.root.load_scales(root_scales + index, count, factors.scalars.decoding.root);
+    for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+      kept[moment].load_scales(scales(moment) + index, count, quantized.decoding.of[moment]);
+    });
     int64_t next = first;
     for (int g = 0; g < count; ++g) {
       const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
@@ -168,9 +184,10 @@ template <class L, bool kWhole, class Trace>
       }
     }
     update_weights(count - 1);
-    kept.exp_avg.find_scales(exp_avg_scales + index, count, kLargestCode,
-                             factors.scalars.units.exp_avg);
-    kept.root.find_scales(root_scales + index, count, kRootCodes, factors.scalars.units.root);
+    for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
+      kept[moment].find_scales(scales(moment) + index, count, kCodes<A, moment>,
+                               quantized.units.of[moment]);
+    });
     for (int g = 0; g < count; ++g) {
       store(g);
     }

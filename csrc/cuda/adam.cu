@@ -4,8 +4,8 @@ namespace torchopt_ext {
 namespace {
 
 template <int kTensors>
-__global__ void __launch_bounds__(kAdamThreads)
-    prepare_kernel(AdamArgs args, const __grid_constant__ GradientsOf<kTensors> gradients,
+__global__ void __launch_bounds__(kUpdateThreads)
+    prepare_kernel(UpdateArgs args, const __grid_constant__ GradientsOf<kTensors> gradients,
                    const __grid_constant__ ParamGroups groups) {
   prepare_body(static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), args, gradients, groups);
 }
@@ -15,28 +15,30 @@ __global__ void __launch_bounds__(kAdamThreads)
 // 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
 // (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16), 14 % (stochastic) and 13 %
 // (8-bit remainders, although they spill 6 registers) less than two.
-template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, kTraits<kKind>.blocks) adam_kernel(AdamArgs args) {
+template <Kind kKind>
+__global__ void __launch_bounds__(kUpdateThreads, kTraits<kKind>.blocks)
+    update_kernel(UpdateArgs args) {
   pass_b_body<kKind>(DeviceCta{}, args);
 }
 
 }  // namespace
 
 template <int kTensors>
-void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
+void launch_prepare(const UpdateArgs& args, const GradientsOf<kTensors>& gradients,
                     const ParamGroups& groups, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>((gradients.count + kAdamThreads - 1) / kAdamThreads);
-  prepare_kernel<<<grid, kAdamThreads, 0, stream>>>(args, gradients, groups);
+  const auto grid = static_cast<unsigned>((gradients.count + kUpdateThreads - 1) / kUpdateThreads);
+  prepare_kernel<<<grid, kUpdateThreads, 0, stream>>>(args, gradients, groups);
 }
-template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
-template void launch_prepare(const AdamArgs&, const SomeGradients&, const ParamGroups&,
+template void launch_prepare(const UpdateArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
+template void launch_prepare(const UpdateArgs&, const SomeGradients&, const ParamGroups&,
                              cudaStream_t);
-template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
+template void launch_prepare(const UpdateArgs&, const FewGradients&, const ParamGroups&,
                              cudaStream_t);
 
-void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
+void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, cudaStream_t stream) {
   with_kind(kind, [&](auto constant) {
-    adam_kernel<constant()><<<static_cast<unsigned>(chunk_count), kAdamThreads, 0, stream>>>(args);
+    update_kernel<constant()>
+        <<<static_cast<unsigned>(chunk_count), kUpdateThreads, 0, stream>>>(args);
   });
 }
 

@@ -1,5 +1,5 @@
 // Pass B as bodies of CUDA kernels. prepare_body computes each tensor's step count and scalars;
-// update_chunk, a template over the block (cta.h), updates elements as kernels/adam_step.h says.
+// update_chunk, a template over the block (cta.h), updates elements as kernels/step.h says.
 #pragma once
 
 #include <type_traits>
@@ -8,24 +8,25 @@
 #include "cuda/cta.h"
 #include "cuda/gradients.h"
 #include "cuda/vector_lane.h"
-#include "kernels/adam_step.h"
 #include "kernels/control.h"
+#include "kernels/step.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {
 
-inline constexpr int kAdamThreads = 256;
+inline constexpr int kUpdateThreads = 256;
 
 // A param group's arguments.
 struct ParamGroupArgs {
-  AdamHyper hyper;
-  const void* lr;  // if not null, a learning rate on the device that replaces hyper.lr
+  Algorithm algorithm;
+  Hyper hyper;
+  const void* lr;  // if not null, a learning rate on the device that replaces hyper's
   DType lr_dtype;
 };
 
 // Consecutive groups as a kernel parameter, like Gradients. More groups take several launches.
 struct ParamGroups {
-  static constexpr int kMost = 64;
+  static constexpr int kMost = 44;
 
   int32_t first;
   int32_t count;
@@ -40,7 +41,7 @@ struct TensorStep {
 };
 
 // Pointers are to device memory.
-struct AdamArgs {
+struct UpdateArgs {
   const TensorWork* tensors;  // their gradients are in `steps`
   const Chunk* chunks;        // one for each block
   TensorStep* steps;          // one for each tensor
@@ -51,13 +52,13 @@ struct AdamArgs {
 namespace {
 
 TORCHOPT_HD inline double learning_rate(const ParamGroupArgs& group) {
-  return group.lr == nullptr ? group.hyper.lr : read_number(group.lr, group.lr_dtype);
+  return group.lr == nullptr ? group.hyper[kLr] : read_number(group.lr, group.lr_dtype);
 }
 
 // Prepares the i-th tensor of `gradients` if the tensor belongs to one of `groups`. If the tensor
 // is updated in this step, advances its step count and computes its scalars.
 template <int kTensors>
-TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
+TORCHOPT_HD inline void prepare_body(int i, const UpdateArgs& args,
                                      const GradientsOf<kTensors>& gradients,
                                      const ParamGroups& groups) {
   if (i >= gradients.count) {
@@ -75,15 +76,15 @@ TORCHOPT_HD inline void prepare_body(int i, const AdamArgs& args,
     return;
   }
   const ParamGroupArgs& group = groups.group[g];
-  AdamHyper hyper = group.hyper;
-  hyper.lr = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
+  Hyper hyper = group.hyper;
+  hyper.value[kLr] = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
   step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
   const auto count = static_cast<int64_t>(step_of(work));
   const double factor = args.control->grad_factor;
-  if (work.kind == AdamKind::kFloat64) {
-    step.scalars.as_double = adam_scalars<double>(hyper, count, factor);
+  if (work.layout.param == DType::kFloat64) {
+    step.scalars.as_double = scalars_of<double>(group.algorithm, hyper, count, factor);
   } else {
-    step.scalars.as_float = adam_scalars<float>(hyper, count, factor);
+    step.scalars.as_float = scalars_of<float>(group.algorithm, hyper, count, factor);
   }
 }
 
@@ -105,16 +106,12 @@ TORCHOPT_HD inline typename L::Random random_bits_by_element(const TensorWork& w
   return random;
 }
 
-// The type in which tensors of a kind are updated.
-template <AdamKind kKind>
-using ComputeType = std::conditional_t<kKind == AdamKind::kFloat64, double, float>;
-
 // A chunk of a tensor of one kind in a step. Elements are counted from the chunk's first.
-template <AdamKind kKind>
-struct AdamChunk {
+template <Kind kKind>
+struct UpdateChunk {
   using T = ComputeType<kKind>;
 
-  TORCHOPT_HD AdamChunk(const AdamArgs& args, const Chunk& chunk)
+  TORCHOPT_HD UpdateChunk(const UpdateArgs& args, const Chunk& chunk)
       : work(args.tensors[chunk.tensor]),
         options(args.options),
         layout(known_layout<kKind>(work.layout)),
@@ -137,9 +134,10 @@ struct AdamChunk {
   TORCHOPT_HD void update(const L& lane, int i) const {
     if (mode.rounds) {
       const auto random = random_bits_by_element<L>(work, rounding_key(options, work), begin + i);
-      adam_step(at(lane, i), scalars, mode, &random);
+      update_elements<AlgorithmOf<kKind>>(at(lane, i), scalars, mode, &random);
     } else {
-      adam_step(at(lane, i), scalars, mode, static_cast<const typename L::Random*>(nullptr));
+      update_elements<AlgorithmOf<kKind>>(at(lane, i), scalars, mode,
+                                          static_cast<const typename L::Random*>(nullptr));
     }
   }
 
@@ -147,14 +145,14 @@ struct AdamChunk {
   const StepOptions& options;
   const Layout layout;
   const StepMode mode;
-  const AdamScalars<T> scalars;
+  const Scalars<T> scalars;
   const int64_t begin;
   const int n;
   void* x[kArrays] = {};  // the arrays of elements
 };
 
-template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chunk) {
+template <Kind kKind, class Cta>
+TORCHOPT_HD inline void update_chunk(const Cta& cta, const UpdateChunk<kKind>& chunk) {
   using T = ComputeType<kKind>;
   constexpr int kWidth = kTraits<kKind>.width;
   const AlignedRange registers = aligned_registers(chunk.layout, chunk.x, kWidth, chunk.n);
@@ -166,23 +164,13 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const AdamChunk<kKind>& chu
   });
 }
 
-// Calls f with the kind as a constant, to choose a kernel.
-template <class F>
-void with_kind(AdamKind kind, const F& f) {
-  [&]<int... kKinds>(std::integer_sequence<int, kKinds...>) {
-    ((static_cast<int>(kind) == kKinds ? f(std::integral_constant<AdamKind, AdamKind{kKinds}>{})
-                                       : void()),
-     ...);
-  }(std::make_integer_sequence<int, kAdamKinds>{});
-}
-
 }  // namespace
 
-// Must run before launch_adam, once for every range of tensors and range of groups.
+// Must run before launch_update, once for every range of tensors and range of groups.
 template <int kTensors>
-void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
+void launch_prepare(const UpdateArgs& args, const GradientsOf<kTensors>& gradients,
                     const ParamGroups& groups, CUstream_st* stream);
 // Must run once for each kind that tensors have.
-void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, CUstream_st* stream);
+void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, CUstream_st* stream);
 
 }  // namespace torchopt_ext

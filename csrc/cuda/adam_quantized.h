@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/adam.h"
-#include "kernels/quantized_step.h"
+#include "kernels/quantized_adam.h"
 
 namespace torchopt_ext {
 
@@ -38,125 +38,125 @@ TORCHOPT_HD inline void at_element(int k, const F& f) {
 }
 
 // A chunk of a tensor with 8-bit moments.
-template <AdamKind kKind>
+template <Kind kKind>
 struct QuantizedChunk {
+  using A = AlgorithmOf<kKind>;
   using Share = VectorLane<float, kThreadElements>;
   using One = VectorLane<float, 1>;
 
-  TORCHOPT_HD QuantizedChunk(const AdamArgs& args, const Chunk& chunk)
+  TORCHOPT_HD QuantizedChunk(const UpdateArgs& args, const Chunk& chunk)
       : elements(args, chunk),
-        scalars(quantized_scalars(elements.scalars)),
+        scalars(elements.scalars),
         groups(elements.work, elements.n),
         first_group(group_of(elements.work, elements.begin)),
-        step(static_cast<uint32_t>(static_cast<int64_t>(step_of(elements.work)))),
-        exp_avg_scales(static_cast<float*>(elements.work.memory[kExpAvgScale]) + first_group),
-        root_scales(static_cast<float*>(elements.work.memory[kExpAvgSqScale]) + first_group) {}
+        step(static_cast<uint32_t>(static_cast<int64_t>(step_of(elements.work)))) {
+    for_each_moment<A>([&](auto moment) {
+      scales[moment] = static_cast<float*>(elements.work.memory[scale_array(moment)]) + first_group;
+    });
+  }
 
   // Updates four groups from `first` on, or as many as there are below `end`.
   template <class Warp>
   TORCHOPT_HD void update(const Warp& warp, int first, int end) const {
-    typename Warp::template PerThread<Moments<Share>> moments;
-    typename Warp::template PerThread<uint32_t> exp_avg;
-    typename Warp::template PerThread<uint32_t> root;
+    typename Warp::template PerThread<Moments<A, Share>> moments;
+    typename Warp::template PerThread<uint32_t> largest[kMoments<A>];
     warp.each([&](int thread) {
       auto& kept = moments[thread];
-      kept = {Share::set1(0.0f), Share::set1(0.0f)};
+      for_each_moment<A>([&](auto moment) { kept.of[moment] = Share::set1(0.0f); });
       const int group = first + thread / kGroupThreads;
       if (group < end) {
-        const PerMoment<float> scales{exp_avg_scales[group], root_scales[group]};
+        PerMoment<A, float> decoding;
+        for_each_moment<A>([&](auto moment) {
+          decoding.of[moment] =
+              ScalarLane<float>::mul(scales[moment][group], scalars.decoding.of[moment]);
+        });
         const bool random = weight_may_round_randomly(elements.layout);
         for_each_part(
             group, thread, random,
-            [&](const auto& draws, int i) { kept = update_weights<Share>(i, scales, draws); },
+            [&](const auto& draws, int i) { kept = update_weights<Share>(i, decoding, draws); },
             [&](const auto& draws, int i, int k) {
-              const auto one = update_weights<One>(i, scales, draws);
+              const auto one = update_weights<One>(i, decoding, draws);
               at_element(k, [&](int known) {
-                kept.exp_avg.element[known] = one.exp_avg.element[0];
-                kept.root.element[known] = one.root.element[0];
+                for_each_moment<A>([&](auto moment) {
+                  kept.of[moment].element[known] = one.of[moment].element[0];
+                });
               });
             });
       }
-      exp_avg[thread] = bit_cast<uint32_t>(Share::largest(kept.exp_avg));
-      root[thread] = bit_cast<uint32_t>(Share::largest(kept.root));
+      for_each_moment<A>([&](auto moment) {
+        largest[moment][thread] = bit_cast<uint32_t>(Share::largest(kept.of[moment]));
+      });
     });
-    warp.max_of_neighbors(exp_avg, kGroupThreads);
-    warp.max_of_neighbors(root, kGroupThreads);
+    for_each_moment<A>([&](auto moment) { warp.max_of_neighbors(largest[moment], kGroupThreads); });
     warp.each([&](int thread) {
       const int group = first + thread / kGroupThreads;
       if (group >= end) {
         return;
       }
       const auto& kept = moments[thread];
-      using L = ScalarLane<float>;
-      const auto exp_avg_encoding =
-          encoding_of<L>(bit_cast<float>(exp_avg[thread]), kLargestCode, scalars.units.exp_avg);
-      const auto root_encoding =
-          encoding_of<L>(bit_cast<float>(root[thread]), kRootCodes, scalars.units.root);
-      if (thread % kGroupThreads == 0) {
-        exp_avg_scales[group] = exp_avg_encoding.scale;
-        root_scales[group] = root_encoding.scale;
-      }
-      const PerMoment<float> inverse{exp_avg_encoding.inverse, root_encoding.inverse};
+      PerMoment<A, float> inverse;
+      for_each_moment<A>([&](auto moment) {
+        const auto encoding = encoding_of<ScalarLane<float>>(
+            bit_cast<float>(largest[moment][thread]), kCodes<A, moment>, scalars.units.of[moment]);
+        inverse.of[moment] = encoding.inverse;
+        if (thread % kGroupThreads == 0) {
+          scales[moment][group] = encoding.scale;
+        }
+      });
       const int begin = groups.begin(group);
       for_each_part(
           group, thread, true,
-          [&](const auto& draws, int i) {
-            store_codes<Share>(
-                i, encode_moments<Share>(kept, inverse, rounding_offset<Share>(i - begin, draws)));
-          },
+          [&](const auto& draws, int i) { store_codes<Share>(i, i - begin, kept, inverse, draws); },
           [&](const auto& draws, int i, int k) {
-            Moments<One> one{};
+            Moments<A, One> one{};
             at_element(k, [&](int known) {
-              one = {{{kept.exp_avg.element[known]}}, {{kept.root.element[known]}}};
+              for_each_moment<A>(
+                  [&](auto moment) { one.of[moment].element[0] = kept.of[moment].element[known]; });
             });
-            store_codes<One>(
-                i, encode_moments<One>(one, inverse, rounding_offset<One>(i - begin, draws)));
+            store_codes<One>(i, i - begin, one, inverse, draws);
           });
     });
   }
 
-  const AdamChunk<kKind> elements;
-  const QuantizedScalars scalars;
+  const UpdateChunk<kKind> elements;
+  const QuantizedScalars<A> scalars;
   const ChunkGroups groups;
   const int64_t first_group;  // the chunk's first group, counted in the tensor
   const uint32_t step;
-  float* const exp_avg_scales;
-  float* const root_scales;
+  float* scales[kMoments<A>];  // of the chunk's groups
 
  private:
   // Stores the weights of elements [i, i + L::width) and returns their moments.
   template <class L, class Random>
-  TORCHOPT_HD Moments<L> update_weights(int i, const PerMoment<float>& scales,
-                                        const Random* draws) const {
-    using Scalar = ScalarLane<float>;
-    const QuantizedFactors<L> factors{scalars};
-    const PerMoment<float> decoding{Scalar::mul(scales.exp_avg, scalars.decoding.exp_avg),
-                                    Scalar::mul(scales.root, scalars.decoding.root)};
+  TORCHOPT_HD Moments<A, L> update_weights(int i, const PerMoment<A, float>& decoding,
+                                           const Random* draws) const {
+    const QuantizedStep<A, L> formula(scalars);
     const ElementsAt<L> at = elements.at(L{}, i);
-    const Moments<L> now = average_moments(at, factors, decoding);
-    at.store_weight(updated_weights(at, factors, now), elements.mode, draws);
+    const Moments<A, L> now = formula.averaged(at, decoding);
+    at.store_weight(formula.weights(at, decoding, now), elements.mode, draws);
     if (elements.mode.write_back) {
       at.store_scaled_gradient(at.gradient(), elements.scalars.grad_factor);
     }
     return now;
   }
+  // Encodes moments. `inverse` has the inverses of the scales. Codes are rounded by dither from
+  // `place` of a group on, or by random bits.
   template <class L>
-  TORCHOPT_HD void store_codes(int i, const Moments<L>& codes) const {
-    L::store_codes(static_cast<int8_t*>(elements.x[kExpAvg]) + i, codes.exp_avg);
-    L::store_codes(static_cast<uint8_t*>(elements.x[kExpAvgSq]) + i, codes.root);
-  }
-
-  // Returns what is added to an array's codes: dither from `place` of a group on, or random bits.
-  template <class L>
-  TORCHOPT_HD auto rounding_offset(int place, const typename L::Random* random) const {
-    return [this, place, random](Array array) {
+  TORCHOPT_HD void store_codes(int i, int place, const Moments<A, L>& moments,
+                               const PerMoment<A, float>& inverse,
+                               const typename L::Random* random) const {
+    for_each_moment<A>([&](auto moment) {
+      using Code = CodeOf<A, moment>;
+      typename L::reg added;
       if (random != nullptr) {
-        return random_offset<L>(*random, array);
+        added = random_offset<A, moment, L>(*random);
+      } else {
+        unrolled<L::width>(
+            [&](int k) { added.element[k] = dither(kIsRoot<A, moment>, step, place + k); });
       }
-      typename L::reg all;
-      unrolled<L::width>([&](int k) { all.element[k] = dither(array, step, place + k); });
-      return all;
-    };
+      L::store_codes(static_cast<Code*>(elements.x[state_array(moment)]) + i,
+                     L::fma(moments.of[moment], L::set1(inverse.of[moment]), added));
+    });
   }
 
   // Visits a thread's part of a group: whole(draws, i) for elements [i, i + 8) if the group is full
@@ -197,7 +197,7 @@ struct QuantizedChunk {
   }
 };
 
-template <AdamKind kKind, class Cta>
+template <Kind kKind, class Cta>
 TORCHOPT_HD inline void update_chunk(const Cta& cta, const QuantizedChunk<kKind>& chunk) {
   const int count = chunk.groups.count();
   cta.each_warp([&](int warp_index, const auto& warp) {

@@ -6,29 +6,30 @@ namespace {
 // Blocks on a multiprocessor. On an H100 four blocks instead of three took 6 % less time with bf16
 // moments and 8 % more with fp32 moments. On sm_100 the registers do not suffice for four blocks.
 // With 8-bit remainders two blocks took 40 % less than one.
-template <AdamKind kKind>
-__global__ void __launch_bounds__(kAdamThreads, kTraits<kKind>.traced_blocks)
-    adam_traced_kernel(AdamArgs args, TraceArgs traces) {
+template <Kind kKind>
+__global__ void __launch_bounds__(kUpdateThreads, kTraits<kKind>.traced_blocks)
+    traced_kernel(UpdateArgs args, TraceArgs traces) {
   __shared__ TracedShared shared;
-  adam_traced_body<kKind>(DeviceCta{}, shared, args, traces);
+  traced_body<kKind>(DeviceCta{}, shared, args, traces);
 }
 
-__global__ void __launch_bounds__(kWarpThreads) sum_traces_kernel(AdamArgs args, TraceArgs traces) {
+__global__ void __launch_bounds__(kWarpThreads)
+    sum_traces_kernel(UpdateArgs args, TraceArgs traces) {
   __shared__ ReportShared shared;
   sum_traces_body(DeviceWarp{}, shared, blockIdx.x, args, traces);
 }
 
 }  // namespace
 
-void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
-                        int64_t chunk_count, cudaStream_t stream) {
+void launch_traced(Kind kind, const UpdateArgs& args, const TraceArgs& traces, int64_t chunk_count,
+                   cudaStream_t stream) {
   with_kind(kind, [&](auto constant) {
     const auto grid = static_cast<unsigned>(chunk_count);
-    adam_traced_kernel<constant()><<<grid, kAdamThreads, 0, stream>>>(args, traces);
+    traced_kernel<constant()><<<grid, kUpdateThreads, 0, stream>>>(args, traces);
   });
 }
 
-void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+void launch_sum_traces(int64_t tensor_count, const UpdateArgs& args, const TraceArgs& traces,
                        cudaStream_t stream) {
   sum_traces_kernel<<<static_cast<unsigned>(tensor_count), kWarpThreads, 0, stream>>>(args, traces);
 }

@@ -16,8 +16,8 @@ inline constexpr int kMostTiles = 2 * kChunkElements / kTileElements;
 
 // The shared memory of a block that updates a chunk, and of a warp that makes a report.
 struct TracedShared {
-  double sumsq[kMostTiles][2];                // of each tile's gradient and update
-  int64_t lost[kAdamThreads / kWarpThreads];  // by each warp
+  double sumsq[kMostTiles][2];                  // of each tile's gradient and update
+  int64_t lost[kUpdateThreads / kWarpThreads];  // by each warp
 };
 using ReportShared = ChunkTrace[kWarpThreads];
 
@@ -36,7 +36,7 @@ template <class T>
 using TwoElementsAnywhere = VectorLane<T, 2, 2, 2, 1>;
 
 // Sums and counts over a warp's tiles. By the block rule, thread t owns lanes 2t and 2t + 1.
-template <AdamKind kKind, class Warp>
+template <Kind kKind, class Warp>
 struct WarpTrace {
   using D = ScalarLane<double>;
   template <class Value>
@@ -45,7 +45,7 @@ struct WarpTrace {
   // Called before a register's step: adds the squares of its gradient and returns its weights. The
   // elements alternate between the thread's two lanes, from lane `first` on.
   template <class L>
-  TORCHOPT_HD typename L::reg before(const L& lane, const AdamChunk<kKind>& elements, int thread,
+  TORCHOPT_HD typename L::reg before(const L& lane, const UpdateChunk<kKind>& elements, int thread,
                                      int first, int i) {
     const ElementsAt<L> at = elements.at(lane, i);
     const typename L::reg g = at.gradient();
@@ -57,16 +57,16 @@ struct WarpTrace {
   }
   // Called after the register's step: adds the squares of the changes and counts lost updates.
   template <class L>
-  TORCHOPT_HD void after(const L& lane, const AdamChunk<kKind>& elements, int thread, int first,
+  TORCHOPT_HD void after(const L& lane, const UpdateChunk<kKind>& elements, int thread, int first,
                          int i, const typename L::reg& before) {
     using SingleLane = typename L::SingleLane;
     const typename L::reg after = elements.at(lane, i).weight();
-    const typename L::reg exp_avg = elements.at(lane, i).exp_avg();
+    const typename L::reg mover = elements.at(lane, i).mover();
     unrolled<L::width>([&](int k) {
       double& sum = change[(first + k) % 2][thread];
       sum = D::add(sum, square(SingleLane::sub(after.element[k], before.element[k])));
-      lost[thread] += SingleLane::count_lost(before.element[k], after.element[k],
-                                             exp_avg.element[k], elements.scalars.has_decay);
+      lost[thread] += SingleLane::count_lost(before.element[k], after.element[k], mover.element[k],
+                                             elements.scalars.has_decay);
     });
   }
   // Writes a tile's sums of squares, added in the block rule's order. After two folds each thread
@@ -99,19 +99,19 @@ struct WarpTrace {
   PerThread<int> lost{};
 };
 
-template <AdamKind kKind>
-TORCHOPT_HD inline int tiles_of(const AdamChunk<kKind>& chunk) {
+template <Kind kKind>
+TORCHOPT_HD inline int tiles_of(const UpdateChunk<kKind>& chunk) {
   return (chunk.n + kTileElements - 1) / kTileElements;
 }
-template <AdamKind kKind>
+template <Kind kKind>
 TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
   return (chunk.groups.count() + kTileGroups - 1) / kTileGroups;
 }
 
 // Updates a tile by a warp, several rows of lanes at once, so that their loads overlap.
-template <AdamKind kKind, class Warp>
+template <Kind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
-                                    const AdamChunk<kKind>& chunk, int tile) {
+                                    const UpdateChunk<kKind>& chunk, int tile) {
   using T = ComputeType<kKind>;
   constexpr int kRows = kTraits<kKind>.width / 2;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
@@ -140,14 +140,14 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& tr
 
 // Updates a tile of kTileGroups groups, or as many as are left.
 static_assert(kTileGroups <= kWarpThreads);
-template <AdamKind kKind, class Warp>
+template <Kind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
                                     const QuantizedChunk<kKind>& chunk, int tile) {
   using SingleLane = VectorLane<float, 1>;
   struct Weights {
     typename SingleLane::reg of[kTileElements / kWarpThreads];
   };
-  const AdamChunk<kKind>& elements = chunk.elements;
+  const UpdateChunk<kKind>& elements = chunk.elements;
   const ChunkGroups& groups = chunk.groups;
   const int first = tile * kTileGroups;
   const int last = first + kTileGroups < groups.count() ? first + kTileGroups : groups.count();
@@ -180,9 +180,9 @@ TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& tr
 
 // Updates a block's chunk if its tensor is of this kind. Each warp takes a tile at a time, and one
 // thread adds the tiles' sums in order.
-template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TracedShared& shared, const AdamArgs& args,
-                                         const TraceArgs& traces) {
+template <Kind kKind, class Cta>
+TORCHOPT_HD inline void traced_body(const Cta& cta, TracedShared& shared, const UpdateArgs& args,
+                                    const TraceArgs& traces) {
   const Chunk chunk = args.chunks[cta.block];
   if (args.steps[chunk.tensor].grad == nullptr || args.tensors[chunk.tensor].kind != kKind) {
     return;
@@ -216,7 +216,7 @@ TORCHOPT_HD inline void adam_traced_body(const Cta& cta, TracedShared& shared, c
 // chunks' traces, and one thread adds them in order.
 template <class Warp>
 TORCHOPT_HD inline void sum_traces_body(const Warp& warp, ReportShared& shared, int64_t i,
-                                        const AdamArgs& args, const TraceArgs& traces) {
+                                        const UpdateArgs& args, const TraceArgs& traces) {
   if (args.control->skip != 0.0) {
     return;
   }
@@ -243,12 +243,12 @@ TORCHOPT_HD inline void sum_traces_body(const Warp& warp, ReportShared& shared, 
 
 }  // namespace
 
-// Replaces launch_adam in a tracked step, for tensors of one kind. It runs on the CPU's chunks,
+// Replaces launch_update in a tracked step, for tensors of one kind. It runs on the CPU's chunks,
 // because tracking adds up sums of chunks.
-void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
-                        int64_t chunk_count, CUstream_st* stream);
+void launch_traced(Kind kind, const UpdateArgs& args, const TraceArgs& traces, int64_t chunk_count,
+                   CUstream_st* stream);
 // Makes the reports. Must run last.
-void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+void launch_sum_traces(int64_t tensor_count, const UpdateArgs& args, const TraceArgs& traces,
                        CUstream_st* stream);
 
 }  // namespace torchopt_ext

@@ -3,8 +3,8 @@
 
 #include "cuda/cta.h"
 #include "cuda/vector_lane.h"
-#include "kernels/adam_step.h"
 #include "kernels/control.h"
+#include "kernels/step.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {

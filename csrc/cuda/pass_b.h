@@ -7,12 +7,12 @@
 namespace torchopt_ext {
 namespace {
 
-template <AdamKind kKind>
-using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, AdamChunk<kKind>>;
+template <Kind kKind>
+using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, UpdateChunk<kKind>>;
 
 // Updates a block's chunk, which must be of a tensor of this kind.
-template <AdamKind kKind, class Cta>
-TORCHOPT_HD inline void pass_b_body(const Cta& cta, const AdamArgs& args) {
+template <Kind kKind, class Cta>
+TORCHOPT_HD inline void pass_b_body(const Cta& cta, const UpdateArgs& args) {
   const Chunk chunk = args.chunks[cta.block];
   if (args.steps[chunk.tensor].grad != nullptr) {
     update_chunk(cta, ChunkOf<kKind>(args, chunk));

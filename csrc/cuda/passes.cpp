@@ -47,8 +47,8 @@ struct CudaTables {
   DeviceTable norm_chunks;
   std::vector<int64_t> first_norm_chunk;  // by range of Gradients::kMost tensors
   DeviceTable chunks;
-  std::array<int64_t, kAdamKinds + 1> first_chunk{};  // by kind
-  DeviceTable first_of_tensor;  // for tracking: the first chunk of each tensor
+  std::array<int64_t, kKinds + 1> first_chunk{};  // by kind
+  DeviceTable first_of_tensor;                    // for tracking: the first chunk of each tensor
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
@@ -68,7 +68,7 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
     return;
   }
   std::vector<Chunk> chunks;
-  for (size_t kind = 0; kind < kAdamKinds; ++kind) {
+  for (size_t kind = 0; kind < kKinds; ++kind) {
     const auto elements = [=](const TensorWork& tensor) {
       return static_cast<size_t>(tensor.kind) == kind ? update_chunk_elements(tensor) : 0;
     };
@@ -180,18 +180,19 @@ std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups, at:
       ranges.emplace_back().first = static_cast<int32_t>(first);
     }
     ParamGroupArgs& args = ranges.back().group[ranges.back().count++];
-    args.hyper = group.adam;
+    args.algorithm = group.algorithm;
+    args.hyper = group.hyper;
     if (group.lr.defined() && group.lr.device() == device) {
       args.lr = group.lr.const_data_ptr();
       args.lr_dtype = dtype_of(group.lr);
     } else if (group.lr.defined()) {
-      args.hyper.lr = group.lr.item<double>();
+      args.hyper.value[kLr] = group.lr.item<double>();
     }
   }
   return ranges;
 }
 
-void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& args,
+void launch_tracked(const WorkList& work, CudaTables& tables, const UpdateArgs& args,
                     const Traces& traces, c10::cuda::CUDAStream stream) {
   keep_with_graph(std::make_shared<Traces>(traces), stream);
   const auto tensors = static_cast<int64_t>(work.tensors.size());
@@ -199,11 +200,11 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& ar
   const TraceArgs to{tables.first_of_tensor.address<const int64_t>(stream),
                      static_cast<ChunkTrace*>(traces.chunks.data_ptr()),
                      traces.norms.data_ptr<double>(), traces.lost.data_ptr<int64_t>()};
-  for (int k = 0; k < kAdamKinds && chunks > 0; ++k) {
-    const auto kind = static_cast<AdamKind>(k);
+  for (int k = 0; k < kKinds && chunks > 0; ++k) {
+    const auto kind = static_cast<Kind>(k);
     if (std::any_of(work.tensors.begin(), work.tensors.end(),
                     [kind](const TensorWork& tensor) { return tensor.kind == kind; })) {
-      launch_adam_traced(kind, args, to, chunks, stream);
+      launch_traced(kind, args, to, chunks, stream);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
@@ -211,8 +212,9 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const AdamArgs& ar
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Returns the tables with all that adam() needs, so that step counts advance after all allocations.
-CudaTables& adam_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
+// Returns the tables with all that update() needs, so that step counts advance after all
+// allocations.
+CudaTables& update_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
   CudaTables& tables = tables_of(work, stream);
   if (tables.steps.empty()) {
     tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
@@ -229,19 +231,19 @@ CudaTables& adam_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
 void prepare(const WorkList& work, at::Device device) {
   if (!work.tensors.empty()) {
     const c10::cuda::CUDAGuard guard(device);
-    adam_tables(work, at::cuda::getCurrentCUDAStream());
+    update_tables(work, at::cuda::getCurrentCUDAStream());
   }
 }
 
-void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
-          const Traces& traces) {
+void update(const WorkList& work, const std::vector<GroupHyper>& groups, const at::Tensor& control,
+            const Traces& traces) {
   if (work.tensors.empty()) {
     return;
   }
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
-  CudaTables& tables = adam_tables(work, stream);
-  AdamArgs args{};
+  CudaTables& tables = update_tables(work, stream);
+  UpdateArgs args{};
   args.tensors = tables.tensors.address<const TensorWork>(stream);
   args.steps = tables.steps.address<TensorStep>(stream);
   args.control = static_cast<const Control*>(control.const_data_ptr());
@@ -257,10 +259,10 @@ void adam(const WorkList& work, const std::vector<GroupHyper>& groups, const at:
     launch_tracked(work, tables, args, traces, stream);
     return;
   }
-  for (size_t kind = 0; kind < kAdamKinds; ++kind) {
+  for (size_t kind = 0; kind < kKinds; ++kind) {
     const int64_t count = tables.first_chunk[kind + 1] - tables.first_chunk[kind];
     if (count > 0) {
-      launch_adam(static_cast<AdamKind>(kind), args, count, stream);
+      launch_update(static_cast<Kind>(kind), args, count, stream);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
       args.chunks += count;
     }
@@ -315,8 +317,8 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 
 const Passes& passes() {
   static constexpr Passes all{
-      sum_of_squares, clear, accumulator_total, control_update, loss_scale_update,
-      prepare,        adam,  scaled_copy,       digest,         lr_factors};
+      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update,
+      prepare,        update, scaled_copy,       digest,         lr_factors};
   return all;
 }
 

@@ -1,102 +1,69 @@
-// The kinds of pass B: layouts with kernels of their own, in which large models are trained.
-// Branches on types would take a third of the time with 16-bit moments and a tenth with fp32
-// moments.
+// The kinds of pass B: layouts with kernels of their own, of every algorithm.
 #pragma once
 
-#include "kernels/tensor_work.h"
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/algorithms.h"
 
 namespace torchopt_ext {
-
-enum class AdamKind : int32_t {
-  kFloat32,
-  kFloat64,
-  kBFloat16,           // parameter, gradient and moments
-  kBFloat16Master,     // parameter and gradient, with fp32 moments and master
-  kBFloat16Remainder,  // as kBFloat16Master, with a 16-bit remainder
-  kBFloat16Rounded,    // as kBFloat16, rounded stochastically
-  kGeneral,            // any layout except float64 and 8-bit moments
-  kInt8Float32,        // fp32 parameter and gradient, 8-bit moments
-  kInt8BFloat16,       // bf16 parameter and gradient
-  kInt8Rounded,        // as kInt8BFloat16, rounded stochastically
-  kInt8Remainder8,     // as kInt8BFloat16, with a remainder of 8 bits
-  kInt8,               // any layout with 8-bit moments
-};
-inline constexpr int kAdamKinds = 12;
-
-// What the kernels of a kind know at compile time. Unless the kind is general, the layout and
-// whether the step rounds are constants, and the compiler removes the branches on them.
-struct KindTraits {
-  Layout layout;  // of a general kind only whether the moments have 8 bits
-  bool general = false;
-  bool rounded = false;     // stochastically
-  bool amsgrad = false;     // also with amsgrad
-  bool write_back = false;  // also with StepOptions::write_back_gradients
-  // CPU: whether the main loop takes two registers at once, as it should unless most arrays are
-  // fp32 or fp64, and whether one register at a time follows it.
-  bool pairs = true;
-  bool single_registers = false;
-  // CUDA: the elements that a thread takes at once: 16 bytes of the narrowest array, 4 elements
-  // with branches on types. Blocks on a multiprocessor without and with tracking (cuda/adam.cu,
-  // cuda/adam_traced.cu).
-  int width = 8;
-  int blocks = 3;
-  int traced_blocks = 2;
-};
-
 namespace {
 
-// In the order of AdamKind.
-constexpr KindTraits kKindTraits[kAdamKinds] = {
-    {.layout = {}, .amsgrad = true, .pairs = false, .width = 4, .blocks = 4, .traced_blocks = 3},
-    {.layout = {DType::kFloat64, DType::kFloat64, DType::kFloat64},
-     .amsgrad = true,
-     .write_back = true,
-     .width = 2,
-     .blocks = 2},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kBFloat16},
-     .single_registers = true,
-     .blocks = 4,
-     .traced_blocks = 3},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kFloat32, Master::kFloat32},
-     .pairs = false,
-     .blocks = 4,
-     .traced_blocks = 3},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kFloat32, Master::kRemainder},
-     .blocks = 4,
-     .traced_blocks = 3},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kBFloat16}, .rounded = true},
-    {.layout = {}, .general = true, .write_back = true, .width = 4},
-    {.layout = {DType::kFloat32, DType::kFloat32, DType::kInt8}},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kInt8}},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kInt8}, .rounded = true},
-    {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kInt8, Master::kRemainder8}},
-    {.layout = {.state = DType::kInt8},
-     .general = true,
-     .write_back = true,
-     .blocks = 2,
-     .traced_blocks = 1},
-};
+constexpr int kKinds = [] {
+  size_t count = 0;
+  for_each_algorithm([&](auto a) { count += std::size(decltype(a)::kKinds); });
+  return static_cast<int>(count);
+}();
 
-constexpr const KindTraits& traits_of(AdamKind kind) { return kKindTraits[static_cast<int>(kind)]; }
+// The kinds of one algorithm after another. A Kind is an index of this table.
+constexpr std::array<KindTraits, kKinds> kKindTraits = [] {
+  std::array<KindTraits, kKinds> all{};
+  size_t n = 0;
+  for_each_algorithm([&](auto algorithm) {
+    for (const KindTraits& traits : decltype(algorithm)::kKinds) {
+      all[n] = traits;
+      all[n++].algorithm = decltype(algorithm)::kId;
+    }
+  });
+  return all;
+}();
+
+constexpr const KindTraits& traits_of(Kind kind) { return kKindTraits[static_cast<size_t>(kind)]; }
 
 // In a kernel, whose kind is a constant. CUDA calls no constexpr function of the host.
-template <AdamKind kKind>
-inline constexpr KindTraits kTraits =
-    traits_of(kKind);  // NOLINT(modernize-avoid-c-style-cast): clang-tidy sees (AdamKind)3
+template <Kind kKind>
+inline constexpr KindTraits kTraits = traits_of(kKind);
 
-constexpr bool is_quantized(AdamKind kind) { return traits_of(kind).layout.state == DType::kInt8; }
+template <Kind kKind>
+using AlgorithmOf = std::tuple_element_t<static_cast<size_t>(kTraits<kKind>.algorithm), Algorithms>;
+
+constexpr bool is_quantized(Kind kind) { return traits_of(kind).layout.state == DType::kInt8; }
+constexpr bool is_double(Kind kind) { return traits_of(kind).layout.param == DType::kFloat64; }
+
+// The type in which tensors of a kind are updated.
+template <Kind kKind>
+using ComputeType = std::conditional_t<is_double(kKind), double, float>;
+
+// Calls f with the kind as a constant, to choose a kernel.
+template <class F>
+void with_kind(Kind kind, const F& f) {
+  [&]<int... kNumbers>(std::integer_sequence<int, kNumbers...>) {
+    ((static_cast<int>(kind) == kNumbers ? f(std::integral_constant<Kind, Kind{kNumbers}>{})
+                                         : void()),
+     ...);
+  }(std::make_integer_sequence<int, kKinds>{});
+}
 
 // The functions below return a layout and options as a kernel of kind kKind sees them.
-template <AdamKind kKind>
+template <Kind kKind>
 [[gnu::always_inline]] TORCHOPT_HD inline Layout known_layout(const Layout& layout) {
-  constexpr Layout kConstant = kTraits<kKind>.layout;
-  Layout known = kTraits<kKind>.general ? layout : kConstant;
-  if (kTraits<kKind>.amsgrad) {
-    known.amsgrad = layout.amsgrad;
-  }
+  constexpr KindTraits kKnown = kTraits<kKind>;
+  Layout known = kKnown.general ? layout : kKnown.layout;
+  known.states = kKnown.layout.states | (kKnown.optional & layout.states);
   return known;
 }
-template <AdamKind kKind>
+template <Kind kKind>
 [[gnu::always_inline]] TORCHOPT_HD inline StepMode known_mode(const StepOptions& options,
                                                               const Layout& layout) {
   constexpr KindTraits kKnown = kTraits<kKind>;
@@ -104,22 +71,27 @@ template <AdamKind kKind>
           .rounds = kKnown.general ? rounds_randomly(options, layout) : kKnown.rounded};
 }
 
-inline AdamKind kind_of(const Layout& layout, const StepOptions& options) {
+// Returns the kind of a tensor. `whole_groups`: the back end may use kernels that need rows of
+// whole groups of 8-bit moments.
+inline Kind kind_of(Algorithm algorithm, const Layout& layout, const StepOptions& options,
+                    bool whole_groups) {
   const bool rounds = rounds_randomly(options, layout);
-  int kind = 0;
+  const bool quantized = layout.state == DType::kInt8;
   const auto fits = [&](const KindTraits& traits) {
-    if (traits.general) {
-      return (traits.layout.state == DType::kInt8) == (layout.state == DType::kInt8);
+    if (traits.algorithm != algorithm || (traits.layout.state == DType::kInt8) != quantized) {
+      return false;
     }
     Layout usual = traits.layout;
-    usual.amsgrad = traits.amsgrad && layout.amsgrad;
-    return layout == usual && rounds == traits.rounded &&
-           (traits.write_back || !options.write_back_gradients);
+    usual.states |= traits.optional & layout.states;
+    return traits.general ||
+           (layout == usual && rounds == traits.rounded && (whole_groups || !quantized) &&
+            (traits.write_back || !options.write_back_gradients));
   };
-  while (!fits(kKindTraits[kind])) {
+  int kind = 0;
+  while (!fits(kKindTraits[static_cast<size_t>(kind)])) {
     ++kind;
   }
-  return static_cast<AdamKind>(kind);
+  return static_cast<Kind>(kind);
 }
 
 }  // namespace

@@ -8,27 +8,53 @@
 // recurrence R2 (M. Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences").
 #pragma once
 
-#include "kernels/lane.h"
+#include <type_traits>
+
+#include "kernels/algorithm.h"
 
 namespace torchopt_ext {
 
 // The number of consecutive elements of a row in a group; the last group of a row may be shorter.
 inline constexpr int kQuantGroup = 64;
 
-// A value for exp_avg and a value for the root of exp_avg_sq.
-template <class T>
+// How many 8-bit moments an algorithm has, and whether moment k is held as a root.
+template <class A>
+inline constexpr int kMoments = [] {
+  int count = 0;
+  for (const StateSpec& state : A::kStates) {
+    count += state.is_moment ? 1 : 0;
+  }
+  return count;
+}();
+template <class A, int kMoment>
+inline constexpr bool kIsRoot = A::kStates[kMoment].as_root;
+template <class A, int kMoment>
+using CodeOf = std::conditional_t<kIsRoot<A, kMoment>, uint8_t, int8_t>;
+
+// A value for each moment.
+template <class A, class T>
 struct PerMoment {
-  T exp_avg;
-  T root;
+  T of[kMoments<A>];
 };
 
 namespace {
 
-inline constexpr float kLargestCode = 127.0f;  // of exp_avg; the smallest is -128
-inline constexpr float kRootCodes = 256.0f;
-// L::load_code() returns 2^16 times a code of exp_avg, which is the cheapest conversion, or a
-// root's code plus one.
-inline constexpr float kExpAvgCodeUnit = 0x1p-16f;
+// The largest code; the smallest of a moment that is no root is -128.
+template <class A, int kMoment>
+inline constexpr float kCodes = kIsRoot<A, kMoment> ? 256.0f : 127.0f;
+// L::load_code() returns 2^16 times a code, which is the cheapest conversion, or a root's code plus
+// one.
+inline constexpr float kCodeUnit = 0x1p-16f;
+
+// Calls f(k) for each moment, with k known at compile time.
+template <class A, class F>
+[[gnu::always_inline]] TORCHOPT_HD inline void for_each_moment(const F& f) {
+  static_assert(kMoments<A> <= kMostMoments && kMostMoments == 2);
+  f(std::integral_constant<int, 0>{});
+  if constexpr (kMoments<A> == 2) {
+    f(std::integral_constant<int, 1>{});
+  }
+}
 
 TORCHOPT_HD constexpr int64_t groups_in_row(int64_t row_length) {
   return (row_length + kQuantGroup - 1) / kQuantGroup;
@@ -74,7 +100,7 @@ struct Encoding {
   typename L::reg inverse;
 };
 // Returns the encoding of groups from their largest magnitudes, in multiples of `unit`. `codes` is
-// kLargestCode or kRootCodes. The bound of `inverse` keeps zeros zero where a scale is 0. A NaN
+// kCodes. The bound of `inverse` keeps zeros zero where a scale is 0. A NaN
 // gives the same codes in every lane type.
 template <class L>
 TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes, float unit) {
@@ -83,21 +109,18 @@ TORCHOPT_HD inline Encoding<L> encoding_of(typename L::reg largest, float codes,
           L::min(L::set1(0x1p126f), L::div(L::set1(1.0f), step))};
 }
 
-// The smallest number that dither adds. A code of exp_avg gets a number from -1/2 to 1/2 and is
-// rounded to nearest; a code of a root gets a number from -1 to 0 and is truncated.
-inline constexpr float kExpAvgDitherStart = -0.5f;
-inline constexpr float kRootDitherStart = -1.0f;
+// The smallest number that dither adds. A code gets a number from -1/2 to 1/2 and is rounded to
+// nearest; a code of a root gets a number from -1 to 0 and is truncated.
+TORCHOPT_HD constexpr float dither_start(bool is_root) { return is_root ? -1.0f : -0.5f; }
 
 // Returns the dither of the codes at a place of a group. `step`: the count after this step.
-TORCHOPT_HD inline float dither(Array array, uint32_t step, int place) {
+TORCHOPT_HD inline float dither(bool is_root, uint32_t step, int place) {
   using L = ScalarLane<float>;
   constexpr uint32_t kLonger = 3242174889u;   // 2^32 / 1.3247..., the plastic number
   constexpr uint32_t kShorter = 2447445414u;  // 2^32 / the plastic number's square
-  const bool is_root = array == kExpAvgSq;
   const uint32_t bits = step * (is_root ? kLonger : kShorter) +
                         static_cast<uint32_t>(place) * (is_root ? kShorter : kLonger);
-  return L::add(L::mul(static_cast<float>(bits >> 8), 0x1p-24f),
-                is_root ? kRootDitherStart : kExpAvgDitherStart);
+  return L::add(L::mul(static_cast<float>(bits >> 8), 0x1p-24f), dither_start(is_root));
 }
 
 }  // namespace

@@ -6,20 +6,23 @@
 namespace torchopt_ext {
 
 // A parameter's arrays: the arrays that a step writes, its step count, and this step's gradient.
+// The algorithm says what its states are (algorithm.h).
 enum Array {
   kParam,
-  kExpAvg,
-  kExpAvgSq,
-  kMaxExpAvgSq,
-  kMaster,
-  kExpAvgScale,  // scales of quantized moments, one for each group of elements (quantize.h)
-  kExpAvgSqScale,
-  kStep,
+  kState,  // the first of kMostStates
+  kMaster = kState + 3,
+  kScale,  // the first of kMostMoments: scales of 8-bit moments, one for each group (quantize.h)
+  kStep = kScale + 2,
   kGrad,
   kArrays
 };
-inline constexpr int kElementArrays = kExpAvgScale;  // kParam to kMaster: per-element arrays
+inline constexpr int kMostStates = kMaster - kState;
+inline constexpr int kMostMoments = kStep - kScale;  // of 8 bits: the first states
+inline constexpr int kElementArrays = kScale;        // kParam to kMaster: per-element arrays
 inline constexpr int kPersistentArrays = kGrad;      // kParam to kStep: arrays kept between steps
+
+TORCHOPT_HD constexpr Array state_array(int k) { return static_cast<Array>(kState + k); }
+TORCHOPT_HD constexpr Array scale_array(int k) { return static_cast<Array>(kScale + k); }
 
 // Elements of a parameter whose numbers differ only in their lowest kStreamBits bits share a
 // RoundingStream (stochastic.h) and a digest's base (digest.h).
@@ -38,9 +41,9 @@ enum class Master : int32_t {
 struct Layout {
   DType param = DType::kFloat32;
   DType grad = DType::kFloat32;
-  DType state = DType::kFloat32;  // of the moments; kInt8: exp_avg_sq is unsigned
+  DType state = DType::kFloat32;  // kInt8: codes of moments (quantize.h)
   Master master = Master::kNone;
-  bool amsgrad = false;
+  uint32_t states = 0;  // bit k: whether state k is present
   bool operator==(const Layout&) const = default;
 };
 
@@ -63,7 +66,7 @@ struct StepMode {
   bool past_caches = false;
 };
 
-enum class AdamKind : int32_t;  // kinds.h
+enum class Kind : int32_t;  // kinds.h
 
 // Pointers are to dense storage, or null for a missing array. Elements are indexed in storage
 // order. A scaled copy uses kParam (written), kGrad (read), their dtypes, numel and row_length.
@@ -72,7 +75,7 @@ struct TensorWork {
   int64_t numel;
   int64_t row_length;  // the unit that blocks never cross: block_rule.h
   Layout layout;
-  AdamKind kind;
+  Kind kind;
   int32_t group;  // index of the tensor's hyperparameters
   // The whole parameter's index and this shard's place in it. Draws and digests depend on them and
   // not on sharding: element i is element global_element(work, i) of parameter `index`.
@@ -108,16 +111,28 @@ TORCHOPT_HD inline char* element(const TensorWork& work, int array, int64_t i) {
   return static_cast<char*>(work.memory[array]) + i * element_size(work.layout, array);
 }
 
+// Calls visit(k) for the states that are present.
+template <class Visit>
+[[gnu::always_inline]] TORCHOPT_HD inline void for_each_state(uint32_t states, const Visit& visit) {
+  static_assert(kMostStates == 3);
+  if ((states & 1) != 0) {
+    visit(0);
+  }
+  if ((states & 2) != 0) {
+    visit(1);
+  }
+  if ((states & 4) != 0) {
+    visit(2);
+  }
+}
+
 // Calls visit(array) for the per-element arrays that a step writes.
 template <class Visit>
 [[gnu::always_inline]] TORCHOPT_HD inline void for_each_written(const Layout& layout,
                                                                 const Visit& visit) {
   visit(kParam);
-  visit(kExpAvg);
-  visit(kExpAvgSq);
-  if (layout.amsgrad) {
-    visit(kMaxExpAvgSq);
-  }
+  for_each_state(
+      layout.states, [&](int k) __attribute__((always_inline)) { visit(state_array(k)); });
   if (layout.master != Master::kNone) {
     visit(kMaster);
   }
@@ -160,9 +175,9 @@ TORCHOPT_HD inline bool weight_may_round_randomly(const Layout& layout) {
 
 // Returns whether a step rounds any array of the tensor stochastically.
 TORCHOPT_HD inline bool rounds_randomly(const StepOptions& options, const Layout& layout) {
-  return options.stochastic_rounding &&
-         (weight_may_round_randomly(layout) || layout.state == DType::kBFloat16 ||
-          layout.state == DType::kInt8);
+  return options.stochastic_rounding && (weight_may_round_randomly(layout) ||
+                                         (layout.states != 0 && (layout.state == DType::kBFloat16 ||
+                                                                 layout.state == DType::kInt8)));
 }
 
 }  // namespace

@@ -45,8 +45,8 @@ void digest_(at::TensorList tensors, at::IntArrayRef arrays, const at::Tensor& d
     const at::Tensor& tensor = kept.back();
     const int64_t reals = reals_per_element(tensor);
     const int64_t* const number = arrays.data() + kNumbers * i;
-    TORCH_CHECK_VALUE(number[0] >= 0 && number[0] <= kExpAvgSqScale, "role of ", what, " is ",
-                      number[0], ", expected 0 to ", int{kExpAvgSqScale});
+    TORCH_CHECK_VALUE(number[0] >= 0 && number[0] < kStep, "role of ", what, " is ", number[0],
+                      ", expected 0 to ", int{kStep} - 1);
     const bool is_scale = number[0] >= kFirstScaleRole;
     TORCH_CHECK_VALUE(!is_scale || (number[1] > 0 && tensor.itemsize() == 4), what,
                       " has a scale's role, expected 4-byte elements and a row length above 0");

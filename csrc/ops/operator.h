@@ -50,10 +50,10 @@ inline void meta_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack)
 class Operator {
  public:
   template <class Function>
-  Operator(const std::string& name, const std::string& arguments, Function* function,
+  Operator(const std::string& name, const std::string& arguments, Function&& function,
            std::optional<torch::CppFunction> meta = std::nullopt) {
     schema_.def((name + arguments).c_str());
-    kernel_.impl(name.c_str(), function);
+    kernel_.impl(name.c_str(), std::forward<Function>(function));
     if (arguments.ends_with("-> ()")) {
       meta_.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&meta_kernel>());
     } else if (meta) {

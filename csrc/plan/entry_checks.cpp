@@ -62,12 +62,11 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     known_[i].non_dense = true;
   }
   const at::Tensor& dense = known_[i].non_dense ? non_dense_[i].copy : param;
-  const bool is_quantized =
-      tensors[kExpAvg].defined() && tensors[kExpAvg].scalar_type() == at::kChar;
+  const bool is_quantized = tensors[kScale].defined();
   if (is_quantized) {
     check_quantized(i, tensors, dense);
   } else {
-    check_moments(i, tensors, dense);
+    check_states(i, tensors, dense);
   }
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
@@ -86,10 +85,20 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   work.row_length = row_length(dense);
   work.layout = {.param = dtype_of(dense),
                  .grad = dtype_of(dense),
-                 .state = is_quantized ? DType::kInt8 : dtype_of(tensors[kExpAvg]),
+                 .state = DType::kFloat32,
                  .master = master_of(tensors[kMaster]),
-                 .amsgrad = tensors[kMaxExpAvgSq].defined()};
-  work.kind = kind_of(work.layout, work_.options);
+                 .states = 0};
+  for (int k = 0; k < kMostStates; ++k) {
+    work.layout.states |= tensors[state_array(k)].defined() ? 1u << k : 0;
+  }
+  if (is_quantized) {
+    work.layout.state = DType::kInt8;
+  } else if (tensors[kState].defined()) {
+    work.layout.state = dtype_of(tensors[kState]);
+  } else if (work.layout.master == Master::kNone) {
+    work.layout.state = work.layout.param;
+  }
+  set_kind(i);
   Known& known = known_[i];
   known.shape = shape_of(dense);
   known.impl_changed = false;
@@ -101,28 +110,34 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   known.prefetch_addresses[kPersistentArrays] = param.unsafeGetTensorImpl()->autograd_meta();
 }
 
-void StepPlan::check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
+void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
   const at::Tensor& param = tensors[kParam];
-  for (const Array array : {kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
-    const at::Tensor& moment = tensors[array];
-    if (!moment.defined() && array == kMaxExpAvgSq) {
+  const auto states = declaration_of(names_[i].algorithm).states;
+  for (size_t k = 0; k < kMostStates; ++k) {
+    const auto array = static_cast<size_t>(state_array(static_cast<int>(k)));
+    const at::Tensor& state = tensors[array];
+    if (!state.defined() && (k >= states.size() || states[k].when != nullptr)) {
       continue;
     }
-    const Label moment_what = what(array, i);
-    check_supported(moment, moment_what, /*complex=*/true);
-    check_matches(moment, moment_what, dense, what(kParam, i));
-    TORCH_CHECK((dtype_of(moment) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
-                    moment.is_complex() == param.is_complex(),
-                moment_what, " has dtype ", moment.scalar_type(), ", its parameter has ",
+    TORCH_CHECK(k < states.size(), "a parameter has ", k + 1, " states, expected ", states.size());
+    const Label state_what = what(array, i);
+    check_supported(state, state_what, /*complex=*/true);
+    check_matches(state, state_what, dense, what(kParam, i));
+    TORCH_CHECK((dtype_of(state) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
+                    state.is_complex() == param.is_complex(),
+                state_what, " has dtype ", state.scalar_type(), ", its parameter has ",
                 param.scalar_type(), "; float64 goes with float64 only, complex with complex");
-    TORCH_CHECK(moment.scalar_type() == tensors[kExpAvg].scalar_type(), moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", tensors[kExpAvg].scalar_type(),
-                " as exp_avg of the same parameter");
+    TORCH_CHECK(state.scalar_type() == tensors[kState].scalar_type(), state_what, " has dtype ",
+                state.scalar_type(), ", expected ", tensors[kState].scalar_type(), " as ",
+                states[0].name, " of the same parameter");
   }
-  for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
-    TORCH_CHECK(!tensors[array].defined(), what(array, i),
-                " goes with int8 moments, but exp_avg has dtype ", tensors[kExpAvg].scalar_type());
-  }
+}
+
+void StepPlan::set_kind(size_t i) {
+  TensorWork& work = work_.tensors[i];
+  // Kernels of a GPU take short groups at the ends of rows as they come.
+  const bool whole_groups = device_.is_cuda() || work.row_length % kQuantGroup == 0;
+  work.kind = kind_of(names_[i].algorithm, work.layout, work_.options, whole_groups);
 }
 
 // 8-bit moments need contiguous rows of at least one group's elements.
@@ -137,20 +152,24 @@ void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tenso
   const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
   TORCH_CHECK(row >= kQuantGroup, param_what, " has rows of ", row,
               " elements; 8-bit moments need ", kQuantGroup, " or more");
-  TORCH_CHECK(!tensors[kMaxExpAvgSq].defined(), what(kMaxExpAvgSq, i),
-              " does not go with 8-bit moments");
-  for (const auto& [array, expected] : {std::pair(kExpAvg, at::kChar), {kExpAvgSq, at::kByte}}) {
+  const auto states = declaration_of(names_[i].algorithm).states;
+  const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
+  for (size_t k = 0; k < states.size(); ++k) {
+    const auto array = static_cast<size_t>(state_array(static_cast<int>(k)));
     const at::Tensor& moment = tensors[array];
     const Label moment_what = what(array, i);
+    if (!states[k].is_moment) {
+      TORCH_CHECK(!moment.defined(), moment_what, " does not go with 8-bit moments");
+      continue;
+    }
+    const at::ScalarType expected = states[k].as_root ? at::kByte : at::kChar;
     TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", expected, " beside exp_avg of int8");
+                moment.scalar_type(), ", expected ", expected, " beside scales of 8-bit moments");
     check_memory(moment, moment_what);
     check_matches(moment, moment_what, dense, param_what);
-  }
-  const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
-  for (const Array array : {kExpAvgScale, kExpAvgSqScale}) {
-    const at::Tensor& scale = tensors[array];
-    const Label scale_what = what(array, i);
+    const size_t scale_at = kScale + k;
+    const at::Tensor& scale = tensors[scale_at];
+    const Label scale_what = what(scale_at, i);
     TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
     check_memory(scale, scale_what);
     TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&

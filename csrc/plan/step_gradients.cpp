@@ -95,7 +95,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   }
   if (work.layout.grad != dtype_of(gradient)) {
     work.layout.grad = dtype_of(gradient);
-    work.kind = kind_of(work.layout, work_.options);
+    set_kind(i);
     work_.device_tables.reset();
   }
   // An empty gradient may have no memory, but its parameter is stepped: its step count advances.
@@ -201,7 +201,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
       non_dense.copy.copy_(non_dense.param.detach());
     }
   }
-  passes_on(device_).adam(work_, groups, control, traces_);
+  passes_on(device_).update(work_, groups, control, traces_);
   for (auto& [i, non_dense] : non_dense_) {
     if (non_dense.param.defined()) {
       // end_update() counts the change. copy_() would raise for a tensor made in inference mode.

@@ -11,10 +11,7 @@
 namespace torchopt_ext {
 namespace {
 
-constexpr const char* kRoles[] = {"parameter",           "exp_avg",       "exp_avg_sq",
-                                  "max_exp_avg_sq",      "master weight", "exp_avg_scale_v2",
-                                  "exp_avg_sq_scale_v2", "state step",    "gradient"};
-static_assert(std::size(kRoles) == kArrays);
+constexpr const char* kScaleSuffix = "_scale_v2";
 
 // Returns sizes and strides of the scales of a contiguous parameter's moments.
 Shape scale_shape(const Shape& param) {
@@ -38,7 +35,7 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
   names_.reserve(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     const Entry& entry = entries[i];
-    names_.push_back({entry.name, entry.position});
+    names_.push_back({entry.name, entry.position, entry.algorithm});
     if (entry.copied) {
       copied_.push_back(i);
     }
@@ -66,10 +63,21 @@ bool StepPlan::is_copied(size_t i) const {
 }
 
 Label StepPlan::what(size_t array, size_t i) const {
-  const bool is_copy = array == kParam && is_copied(i);
-  const bool is_weight = array == kMaster && is_copied(i);
-  const char* role = is_copy ? "low-precision copy" : kRoles[is_weight ? size_t{kParam} : array];
-  return {role, names_[i].position, &names_[i].name};
+  const auto& [name, position, algorithm] = names_[i];
+  const auto states = declaration_of(algorithm).states;
+  switch (array) {
+    case kParam:
+      return {is_copied(i) ? "low-precision copy" : "parameter", position, &name};
+    case kMaster:
+      return {is_copied(i) ? "parameter" : "master weight", position, &name};
+    case kStep:
+      return {"state step", position, &name};
+    case kGrad:
+      return {"gradient", position, &name};
+    default:
+      return array < kMaster ? Label{states[array - kState].name, position, &name}
+                             : Label{states[array - kScale].name, position, &name, kScaleSuffix};
+  }
 }
 
 void StepPlan::check_overlap(at::TensorList gradients) const {
@@ -121,7 +129,7 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
     }
     const NonDense* non_dense = array == kParam && known.non_dense ? &non_dense_.at(i) : nullptr;
     const void* memory = non_dense != nullptr ? non_dense->memory : work.memory[array];
-    const bool is_scale = array == kExpAvgScale || array == kExpAvgSqScale;
+    const bool is_scale = array >= kScale && array < kStep;
     return tensor->dtype() == known.type[array] &&
            (work.numel == 0 || address(*tensor) == memory) &&
            (is_scale ? has_shape(*tensor, scale_shape(known.shape))

@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kernels/algorithms.h"
 #include "plan/for_each_entry.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
@@ -27,7 +28,7 @@ namespace torchopt_ext {
 // set_gradient() only.
 class StepPlan {
  public:
-  // A parameter's tensors by Array. Undefined tensors mean no amsgrad, no master, no scales. The
+  // A parameter's tensors by Array. Undefined tensors mean no such state, no master, no scales. The
   // master is an fp32 master weight or an int16 or int8 remainder. Only 8-bit moments have scales.
   using Tensors = std::array<at::Tensor, kPersistentArrays>;
   using TensorImpls = std::array<c10::TensorImpl*, kPersistentArrays>;  // null where undefined
@@ -44,6 +45,7 @@ class StepPlan {
 
   struct Entry {
     Tensors tensors;
+    Algorithm algorithm = Algorithm::kAdam;
     bool copied = false;  // kMaster is the parameter, kParam its copy (weight_copy.h)
     int32_t group = 0;    // index into update()'s hyperparameters
     std::string name;     // for messages; may be empty
@@ -140,6 +142,7 @@ class StepPlan {
   struct Name {
     std::string name;
     size_t position;
+    Algorithm algorithm;
   };
 
   // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
@@ -156,9 +159,10 @@ class StepPlan {
   Label what(size_t array, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
-  void check_moments(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
+  void check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_overlap(at::TensorList gradients) const;
+  void set_kind(size_t i);
   void split_into_chunks();
   void find_shared_versions();
   void read_versions(size_t i, size_t end) const;

@@ -11,7 +11,7 @@
 namespace torchopt_ext {
 
 std::ostream& operator<<(std::ostream& out, const Label& label) {
-  out << label.role;
+  out << label.role << label.suffix;
   if (label.index) {
     out << " " << *label.index;
   }
@@ -216,16 +216,20 @@ void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
               ", or has had its storage freed");
 }
 
-void check_hyper(const AdamHyper& hyper) {
-  // lr may be below 0: schedules that end at 0 may miss 0 by a rounding.
-  TORCH_CHECK_VALUE(!std::isnan(hyper.lr), "Invalid learning rate: ", hyper.lr);
-  // A NaN fails each of the comparisons.
-  TORCH_CHECK_VALUE(hyper.beta1 >= 0.0 && hyper.beta1 < 1.0,
-                    "Invalid beta parameter at index 0: ", hyper.beta1);
-  TORCH_CHECK_VALUE(hyper.beta2 >= 0.0 && hyper.beta2 < 1.0,
-                    "Invalid beta parameter at index 1: ", hyper.beta2);
-  TORCH_CHECK_VALUE(hyper.eps >= 0.0, "Invalid epsilon value: ", hyper.eps);
-  TORCH_CHECK_VALUE(hyper.weight_decay >= 0.0, "Invalid weight_decay value: ", hyper.weight_decay);
+void check_hyper(Algorithm algorithm, const Hyper& hyper) {
+  size_t i = 0;
+  for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
+    const double value = hyper.value[i++];
+    const bool fits = !std::isnan(value) && (spec.range == Range::kAny || value >= 0.0) &&
+                      (spec.range != Range::kBelowOne || value < 1.0);
+    TORCH_CHECK_VALUE(fits, "Invalid ", spec.invalid, ": ", value);
+  }
+  with_algorithm(algorithm, [&](auto a) {
+    if constexpr (requires { a.problem(hyper); }) {
+      const char* problem = a.problem(hyper);
+      TORCH_CHECK_VALUE(problem == nullptr, problem);
+    }
+  });
 }
 
 void check_lr(const at::Tensor& lr, at::Device device) {

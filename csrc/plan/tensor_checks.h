@@ -20,6 +20,7 @@ struct Label {
   const char* role;
   std::optional<size_t> index = std::nullopt;
   const std::string* name = nullptr;  // may be empty
+  const char* suffix = "";            // of the role
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
 
@@ -66,8 +67,8 @@ void check_control(const at::Tensor& control, std::optional<at::Device> device =
 // Raises unless `tensor` is one element of float32 or, with `or_double`, float64.
 void check_scalar(const at::Tensor& tensor, const char* what, at::Device device,
                   bool or_double = false);
-// Raises, naming the argument, outside the ranges of torch.optim.AdamW. lr may be below 0.
-void check_hyper(const AdamHyper& hyper);
+// Raises, naming the argument, outside the declared ranges.
+void check_hyper(Algorithm algorithm, const Hyper& hyper);
 void check_lr(const at::Tensor& lr, at::Device device);
 
 // Returns the length, in real numbers, of the rows that blocks of the sum of squares never cross

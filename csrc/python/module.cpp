@@ -3,11 +3,14 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <iterator>
 #include <utility>
 
 #include "cpu/kernel_table.h"
+#include "kernels/algorithms.h"
 #include "kernels/control.h"
 #include "ops/partition_checks.h"
 #include "plan/weight_copy.h"
@@ -69,8 +72,39 @@ void add_values(const at::Tensor& accumulator, const at::Tensor& values) {
   accumulator_normalize(acc);
 }
 
+Algorithm algorithm_named(const std::string& name) {
+  for (int32_t i = 0; i < kAlgorithms; ++i) {
+    if (name == declaration_of(Algorithm{i}).name) {
+      return Algorithm{i};
+    }
+  }
+  throw py::key_error(name);
+}
+
+// Returns the declarations by name, as algorithms() in _C.pyi describes them.
+py::dict algorithms() {
+  py::dict all;
+  for (int32_t i = 0; i < kAlgorithms; ++i) {
+    const Declaration declaration = declaration_of(Algorithm{i});
+    py::list hypers;
+    for (const HyperSpec& spec : declaration.hypers) {
+      const py::object usual = spec.range == Range::kFlag ? py::object(py::bool_(spec.usual != 0.0))
+                                                          : py::object(py::float_(spec.usual));
+      hypers.append(py::make_tuple(spec.name, spec.key != nullptr ? spec.key : spec.name,
+                                   spec.index, usual, spec.may_lack, spec.in_operator));
+    }
+    py::list states;
+    for (const StateSpec& state : declaration.states) {
+      states.append(py::make_tuple(state.name, state.when, state.is_moment, state.as_root));
+    }
+    all[declaration.name] = py::make_tuple(hypers, states);
+  }
+  return all;
+}
+
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<OptimizerPlan::Param>& params,
+                                         const std::vector<std::string>& algorithm_names,
                                          const std::vector<at::Device>& part_devices,
                                          const py::list& idle, const py::object& local_gradients,
                                          bool stochastic_rounding, uint64_t rounding_seed,
@@ -79,8 +113,10 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                             .write_back_gradients = write_back_gradients,
                             .track = track,
                             .rounding_seed = rounding_seed};
-  return std::make_unique<OptimizerPlan>(param_groups, state, params, part_devices, idle,
-                                         local_gradients, options);
+  std::vector<Algorithm> algorithms;
+  std::ranges::transform(algorithm_names, std::back_inserter(algorithms), algorithm_named);
+  return std::make_unique<OptimizerPlan>(param_groups, state, params, algorithms, part_devices,
+                                         idle, local_gradients, options);
 }
 
 }  // namespace
@@ -98,6 +134,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return names;
   }();
   m.def("default_bucket_elements", default_bucket_elements, py::arg("world_size"));
+  m.def("algorithms", algorithms);
+  m.def(
+      "check_hypers",
+      [](const std::string& algorithm, const std::vector<double>& values) {
+        Hyper hyper{};
+        std::ranges::copy(values, hyper.value);
+        check_hyper(algorithm_named(algorithm), hyper);
+      },
+      py::arg("algorithm"), py::arg("values"));
+  m.attr("STATES") = kMostStates;
+  m.attr("SCALES") = kMostMoments;
   m.def("cpu_kernels", [] { return kernels().name; });
   m.def("accumulator_add", add_values, py::arg("accumulator"), py::arg("values"));
   m.def("observed", at::hasCallbacks);
@@ -107,8 +154,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   add_param_lists(m);
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
-           py::arg("part_devices"), py::arg("idle"), py::arg("local_gradients"),
-           py::arg("stochastic_rounding"), py::arg("rounding_seed"),
+           py::arg("algorithms"), py::arg("part_devices"), py::arg("idle"),
+           py::arg("local_gradients"), py::arg("stochastic_rounding"), py::arg("rounding_seed"),
            py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
       .def(

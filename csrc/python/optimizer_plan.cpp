@@ -49,54 +49,69 @@ bool flag(const char* name, const py::object& value, BeforePython before) {
   return py::bool_(value);
 }
 
-// Reads the arguments of a param group under the keys of torch.optim.AdamW. Raises if an argument
-// is missing, of another type or out of range, or if `device` cannot read the learning rate.
-GroupHyper read_group(py::handle group, at::Device device, BeforePython before) {
-  GroupHyper hyper{};
-  if (!PyDict_CheckExact(group.ptr())) {
-    before();
-  }
-  const py::object lr = group["lr"];
-  if (THPVariable_Check(lr.ptr())) {
-    before();
-    hyper.lr = THPVariable_Unpack(lr.ptr());
-    if (c10::isReducedFloatingType(hyper.lr.scalar_type()) ||
-        c10::isIntegralType(hyper.lr.scalar_type(), /*includeBool=*/false)) {
-      hyper.lr = hyper.lr.to(at::kFloat);
+// Returns the value of a hyperparameter in a group. Raises if it is missing.
+py::object value_in(py::handle group, const HyperSpec& spec) {
+  const char* key = spec.key != nullptr ? spec.key : spec.name;
+  PyObject* found = PyDict_GetItemString(group.ptr(), key);
+  if (found == nullptr) {
+    if (spec.may_lack) {
+      return py::float_(spec.usual);
     }
-    check_lr(hyper.lr, device);
-  } else {
-    hyper.adam.lr = number("lr", lr, before);
+    throw py::key_error(key);
   }
-  const py::object betas = group["betas"];
-  if (!PyTuple_CheckExact(betas.ptr()) && !PyList_CheckExact(betas.ptr())) {
-    before();
+  return py::reinterpret_borrow<py::object>(found);
+}
+
+// Reads a param group's hyperparameters. Raises if one is missing, of another type or out of range,
+// or if `device` cannot read the learning rate.
+GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
+                      BeforePython before) {
+  GroupHyper read{.algorithm = algorithm};
+  double* to = read.hyper.value;
+  for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
+    double& number_to = *to++;
+    if (!spec.in_operator) {
+      continue;
+    }
+    py::object value = value_in(group, spec);
+    if (&spec == declaration_of(algorithm).hypers.data() + kLr && THPVariable_Check(value.ptr())) {
+      before();
+      read.lr = THPVariable_Unpack(value.ptr());
+      if (c10::isReducedFloatingType(read.lr.scalar_type()) ||
+          c10::isIntegralType(read.lr.scalar_type(), /*includeBool=*/false)) {
+        read.lr = read.lr.to(at::kFloat);
+      }
+      check_lr(read.lr, device);
+      continue;
+    }
+    std::string name = spec.name;
+    if (spec.index >= 0) {
+      if (!PyTuple_CheckExact(value.ptr()) && !PyList_CheckExact(value.ptr())) {
+        before();
+      }
+      if (PySequence_Check(value.ptr()) == 0 || py::len(value) != 2) {
+        throw py::type_error(mismatch(spec.key, value, "two numbers"));
+      }
+      value = value[py::int_(spec.index)];
+      name = std::string(spec.key) + "[" + std::to_string(spec.index) + "]";
+    }
+    number_to = spec.range == Range::kFlag ? static_cast<double>(flag(spec.name, value, before))
+                                           : number(name.c_str(), value, before);
   }
-  if (PySequence_Check(betas.ptr()) == 0 || py::len(betas) != 2) {
-    throw py::type_error(mismatch("betas", betas, "two numbers"));
-  }
-  hyper.adam.beta1 = number("betas[0]", betas[py::int_(0)], before);
-  hyper.adam.beta2 = number("betas[1]", betas[py::int_(1)], before);
-  hyper.adam.eps = number("eps", group["eps"], before);
-  hyper.adam.weight_decay = number("weight_decay", group["weight_decay"], before);
-  hyper.adam.maximize = flag("maximize", group["maximize"], before);
-  hyper.adam.decoupled_weight_decay =
-      flag("decoupled_weight_decay", group["decoupled_weight_decay"], before);
-  if (PyObject* value = PyDict_GetItemString(group.ptr(), "bias_correction")) {
-    hyper.adam.bias_correction =
-        flag("bias_correction", py::reinterpret_borrow<py::object>(value), before);
-  }  // torch's groups lack it
-  check_hyper(hyper.adam);
-  return hyper;
+  check_hyper(algorithm, read.hyper);
+  return read;
 }
 
 }  // namespace
 
 OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state,
                              const std::vector<Param>& params,
+                             const std::vector<Algorithm>& algorithms,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
                              py::object local_gradients, const StepOptions& options)
-    : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
+    : snapshot_(param_groups, state),
+      algorithms_(algorithms),
+      local_gradients_(std::move(local_gradients)) {
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
   std::vector<std::vector<Followed>> followed(part_devices.size());
@@ -106,6 +121,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     const auto& [index, first_element, run, stride, rows, gap] = place;
     StepPlan::Entry entry;
     entry.group = group;
+    entry.algorithm = algorithms.at(static_cast<size_t>(group));
     entry.name = name;
     entry.position = number;
     entry.place = {index, first_element, run, stride, rows, gap};
@@ -189,10 +205,10 @@ bool OptimizerPlan::collect(const py::list& param_groups, const py::dict& state,
     part.plan.renew_copies();
     part.plan.prepare();
     for (size_t group = 0; group < part.uses_group.size(); ++group) {
-      part.hypers.push_back(
-          part.uses_group[group]
-              ? read_group(param_groups[group], part.plan.device(), [this] { own_objects(); })
-              : GroupHyper{});
+      part.hypers.push_back(part.uses_group[group]
+                                ? read_group(param_groups[group], algorithms_[group],
+                                             part.plan.device(), [this] { own_objects(); })
+                                : GroupHyper{});
     }
   }
   for (Part& part : parts_) {

@@ -43,13 +43,13 @@ class OptimizerPlan {
   using Param = std::tuple<Objects, Objects, int32_t, std::string, size_t, size_t,
                            std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool>;
 
-  // `idle`: parameters without state. `local_gradients(params)` returns the local gradients of
-  // parameters whose gradient C++ does not unwrap: DTensors placed otherwise or incomplete, and
-  // other wrapper subclasses. Raises what StepPlan raises.
+  // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
+  // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or
+  // incomplete, and other wrapper subclasses. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
-                const std::vector<Param>& params, const std::vector<at::Device>& part_devices,
-                const pybind11::list& idle, pybind11::object local_gradients,
-                const StepOptions& options);
+                const std::vector<Param>& params, const std::vector<Algorithm>& algorithms,
+                const std::vector<at::Device>& part_devices, const pybind11::list& idle,
+                pybind11::object local_gradients, const StepOptions& options);
 
   OptimizerPlan(const OptimizerPlan&) = delete;
   OptimizerPlan& operator=(const OptimizerPlan&) = delete;
@@ -147,6 +147,7 @@ class OptimizerPlan {
   bool collected_ = false;
   bool owns_ = false;
   StateSnapshot snapshot_;
+  std::vector<Algorithm> algorithms_;  // by group
   std::vector<Part> parts_;
   std::vector<Idle> idle_;
   pybind11::object local_gradients_;

@@ -1,7 +1,10 @@
 #include "python/state_snapshot.h"
 
 #include <algorithm>
+#include <set>
+#include <string>
 
+#include "kernels/algorithms.h"
 #include "plan/for_each_entry.h"
 
 namespace torchopt_ext {
@@ -9,23 +12,36 @@ namespace {
 
 namespace py = pybind11;
 
-// The names of the state entries that a step reads, interned. Users may keep and replace other
-// entries at will.
-const std::array kNames = [] {
-  std::array names{"step",
-                   "exp_avg",
-                   "exp_avg_sq",
-                   "max_exp_avg_sq",
-                   "master_weight",
-                   "remainder",
-                   "remainder8",
-                   "exp_avg_codes",
-                   "exp_avg_sq_codes",
-                   "exp_avg_scale_v2",
-                   "exp_avg_sq_scale_v2"};
-  std::array<PyObject*, names.size()> interned{};
-  std::ranges::transform(names, interned.begin(), PyUnicode_InternFromString);
-  return interned;
+PyObject* interned(const std::string& name) { return PyUnicode_InternFromString(name.c_str()); }
+
+// The names of the state entries that a step reads. Users may keep and replace other entries at
+// will.
+const std::vector<PyObject*> kNames = [] {
+  std::set<std::string> names{"step", "master_weight", "remainder", "remainder8"};
+  for_each_algorithm([&](auto a) {
+    for (const StateSpec& state : decltype(a)::kStates) {
+      const std::string name = state.name;
+      names.insert({name, name + "_codes", name + "_scale_v2"});
+    }
+  });
+  std::vector<PyObject*> all;
+  std::ranges::transform(names, std::back_inserter(all), interned);
+  return all;
+}();
+
+PyObject* const kAlgorithm = interned("algorithm");
+
+// The keys of a group that decide, if they are true, what state its parameters have.
+const std::vector<PyObject*> kDeciding = [] {
+  std::vector<PyObject*> all;
+  for_each_algorithm([&](auto a) {
+    for (const StateSpec& state : decltype(a)::kStates) {
+      if (state.when != nullptr) {
+        all.push_back(interned(state.when));
+      }
+    }
+  });
+  return all;
 }();
 
 // Returns the index of a name in kNames; their number if a step does not read the entry.
@@ -57,22 +73,29 @@ bool is_version(PyObject* dict, uint64_t version) {
   return version != 0 && version_of(dict) == version;
 }
 
-constexpr std::array<char, 2> kMarks{};  // no amsgrad, amsgrad
+constexpr std::array<char, 2> kMarks{};  // for false and true
 
-// Calls visit(pointer) on a mark of every group's amsgrad, which decides what state is used, and
-// on the group's parameters, in order, until a call returns false or a group lacks one of them.
-// Returns whether all were visited.
+// Calls visit(pointer) on what decides about the state of every group's parameters, and on the
+// parameters, in order, until a call returns false or a group has no parameters. Returns whether
+// all were visited.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, Visit&& visit) {
   for (const py::handle group : param_groups) {
-    PyObject* amsgrad = PyDict_GetItemString(group.ptr(), "amsgrad");
-    const int is_true = amsgrad == nullptr ? 0 : PyObject_IsTrue(amsgrad);
-    if (is_true < 0) {
-      throw py::error_already_set();
+    if (!visit(PyDict_GetItem(group.ptr(), kAlgorithm))) {
+      return false;
+    }
+    for (PyObject* key : kDeciding) {
+      PyObject* value = PyDict_GetItem(group.ptr(), key);
+      const int is_true = value == nullptr ? 0 : PyObject_IsTrue(value);
+      if (is_true < 0) {
+        throw py::error_already_set();
+      }
+      if (!visit(&kMarks[static_cast<size_t>(is_true)])) {
+        return false;
+      }
     }
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
-    if (amsgrad == nullptr || !visit(&kMarks[static_cast<size_t>(is_true)]) || params == nullptr ||
-        !(PyList_Check(params) || PyTuple_Check(params))) {
+    if (params == nullptr || !(PyList_Check(params) || PyTuple_Check(params))) {
       return false;
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
@@ -99,12 +122,11 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
 }
 
 StateSnapshot::Values StateSnapshot::values_of(PyObject* dict) {
-  static_assert(std::tuple_size_v<decltype(kNames)> == kRead);
   Values values{};
   PyObject* name = nullptr;
   PyObject* value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &name, &value) != 0;) {
-    if (const size_t index = index_of(name); index < kRead) {
+    if (const size_t index = index_of(name); index < kNames.size()) {
       values[index] = value;
     }
   }

@@ -23,8 +23,8 @@ class StateSnapshot {
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
  private:
-  static constexpr size_t kRead = 11;           // names of entries that a step reads
-  using Values = std::array<PyObject*, kRead>;  // by name; null where absent
+  static constexpr size_t kMostRead = 16;           // names of entries that a step reads
+  using Values = std::array<PyObject*, kMostRead>;  // by name; null where absent
   // One parameter's state.
   struct Entry {
     const PyObject* param;

@@ -6,15 +6,15 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/adam.h"
 #include "kernels/schedule.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {
 
-// A param group's arguments. A learning rate held in a tensor, if defined, replaces AdamHyper::lr.
+// A param group's arguments. A learning rate held in a tensor, if defined, replaces the number.
 struct GroupHyper {
-  AdamHyper adam;
+  Algorithm algorithm = Algorithm::kAdam;
+  Hyper hyper{};
   at::Tensor lr;
 };
 
@@ -40,13 +40,13 @@ struct Passes {
   // scale, follows `found_inf`, one float32 or float64 element, and is written back.
   void (*loss_scale_update)(const at::Tensor& control, const at::Tensor& found_inf,
                             const at::Tensor& scale);
-  // Allocates what adam() needs on the device. A step over several lists prepares all of them
+  // Allocates what update() needs on the device. A step over several lists prepares all of them
   // before it updates one: a lack of memory then changes nothing.
   void (*prepare)(const WorkList& work, at::Device device);
   // Pass B: advances step counts and updates every tensor that has a gradient, unless the control
   // block says skip. Fills `traces` if the options ask for it.
-  void (*adam)(const WorkList& work, const std::vector<GroupHyper>& groups,
-               const at::Tensor& control, const Traces& traces);
+  void (*update)(const WorkList& work, const std::vector<GroupHyper>& groups,
+                 const at::Tensor& control, const Traces& traces);
   // Copies every `grad` of the list to its `param`, times grad_factor if `unscale`, unless the
   // control block says skip.
   void (*scaled_copy)(const WorkList& work, const at::Tensor& control, bool unscale);

@@ -11,7 +11,7 @@ namespace {
 
 // Compares all kernels with the CPU's scalar kernels.
 void expect_same_bits(const Case& c, int variant) {
-  const AdamHyper hyper = hyper_of(variant);
+  const Group hyper = hyper_of(variant, c.algorithm);
   const Control control = control_of_a_step();
   const Tensor start(c);
   Tensor expected = start;
@@ -39,17 +39,28 @@ void expect_same_bits(const Case& c, int variant) {
   }
 }
 
-TEST(Adam, SameBitsHoweverAStepIsMade) {
+class Every : public testing::TestWithParam<Algorithm> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, Every,
+                         testing::Values(Algorithm::kAdam, Algorithm::kLion, Algorithm::kSgd));
+
+TEST_P(Every, SameBitsHoweverAStepIsMade) {
   int variant = 0;
   for (Case c : every_way_to_hold()) {
+    c.algorithm = GetParam();
+    const uint32_t all_states = (1u << declaration_of(c.algorithm).states.size()) - 1;
+    const bool some_optional = all_states != required_states(c.algorithm);
     for (int options = 0; options < 16; ++options) {
-      c.layout.amsgrad = (options & 1) != 0;
+      if ((options & 1) != 0 && !some_optional) {
+        continue;
+      }
+      c.layout.states = (options & 1) != 0 ? all_states : 0;
       c.options.stochastic_rounding = (options & 2) != 0;
       c.options.write_back_gradients = (options & 4) != 0;
       c.options.track = (options & 8) != 0 ? 3u : 0u;
       c.options.rounding_seed = 11;
-      if (c.layout.amsgrad && c.layout.state == DType::kInt8) {
-        continue;
+      if (c.layout.state == DType::kInt8 &&
+          c.layout.states != (c.algorithm == Algorithm::kSgd ? all_states : 0)) {
+        continue;  // no such state of 8 bits, or none at all
       }
       for (int64_t numel : {1, 31, 513, 640, 4700}) {  // 640: whole groups
         ++variant;
@@ -82,7 +93,7 @@ TEST(Adam, SameBitsWhereverArraysStart) {
                        {.layout = kTraits<AdamKind::kInt8BFloat16>.layout},
                        {.layout = kTraits<AdamKind::kInt8Remainder8>.layout}};
   for (Case c : ways) {
-    c.layout.amsgrad = c.layout.state != DType::kInt8;
+    c.layout.states = c.layout.state != DType::kInt8 ? 7 : 0;
     for (const int64_t numel : {3, 45, 100}) {
       c.row_length = numel;
       for (int64_t offset = 0; offset < 16; ++offset) {
@@ -130,7 +141,7 @@ TEST(Adam, ASkippedStepChangesNothingInTheCudaBody) {
   control.skip = 1.0;
   for (const uint32_t track : {0u, 1u, 2u, 3u}) {
     Tensor tensor(
-        {.layout = {.amsgrad = true}, .options = {.track = track}, .rows = 3, .row_length = 700});
+        {.layout = {.states = 7}, .options = {.track = track}, .rows = 3, .row_length = 700});
     const Tensor start = tensor;
     const Report report = step_as_cuda(tensor, hyper_of(1), control, 256);
     EXPECT_TRUE(tensor.same_bits(start));
@@ -143,8 +154,8 @@ TEST(Adam, LostUpdatesAreCounted) {
   Case c{.layout = {.param = DType::kBFloat16, .grad = DType::kBFloat16}};
   c.options.track = kTrackLost;
   c.row_length = 600;
-  AdamHyper hyper = hyper_of(1);
-  hyper.weight_decay = 0.01;
+  Group hyper = hyper_of(1);
+  hyper.hyper.value[kWeightDecay] = 0.01;
   Tensor start(c);
   for (const Array array : {kGrad, kExpAvg, kExpAvgSq}) {
     std::fill(start.memory(array).begin(), start.memory(array).end(), '\0');
@@ -157,7 +168,7 @@ TEST(Adam, LostUpdatesAreCounted) {
 }
 
 TEST(Adam, NormsThatAreNaNHaveOneForm) {
-  for (const AdamKind kind : {AdamKind::kFloat32, AdamKind::kFloat64, AdamKind::kBFloat16}) {
+  for (const Kind kind : {AdamKind::kFloat32, AdamKind::kFloat64, AdamKind::kBFloat16}) {
     Case c{.layout = traits_of(kind).layout, .options = {.track = kTrackNorms}, .row_length = 600};
     Tensor start(c);
     std::vector<unsigned char>& gradient = start.memory(kGrad);
@@ -192,8 +203,8 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
   for (const bool decays : {false, true}) {
     // Moments stay unchanged, and weights where 0 times the moment is 0.
     TensorScalars scalars{};
-    scalars.as_float.small_w1 = scalars.as_float.small_w2 = true;
-    scalars.as_float.eps_hat = 1.0f;
+    scalars.as_float.own_flag[Adam::kSmallW1] = scalars.as_float.own_flag[Adam::kSmallW2] = true;
+    scalars.as_float.own[Adam::kEpsHat] = 1.0f;
     scalars.as_float.has_decay = decays;
     for (const KernelTable* table : runnable_tables()) {
       int64_t expected = 0;
@@ -210,7 +221,7 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
           work.memory[kGrad] = g.data();
           work.memory[kExpAvg] = m.data();
           work.memory[kExpAvgSq] = v.data();
-          lost += table->adam[0](scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
+          lost += table->update[0](scalars, work, {}, 0, static_cast<int64_t>(n), change.data());
           for (size_t i = 0; i < n; ++i) {
             const bool moves = m[i] != 0.0f || (decays && before[i] != 0.0f);
             expected += p[i] == before[i] && moves ? 1 : 0;
@@ -236,13 +247,14 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   }
   Control control = control_of_a_step();
   TensorStep steps[4] = {};
-  AdamArgs args{};
+  UpdateArgs args{};
   args.tensors = tensors;
   args.steps = steps;
   args.control = &control;
   static Gradients gradients{1, 3, {&gradient, &gradient, nullptr}};
-  static ParamGroups groups{1, 1, {{hyper_of(1), nullptr, DType::kFloat64}}};
-  for (int i = 0; i < kAdamThreads; ++i) {
+  static ParamGroups groups{
+      1, 1, {{Algorithm::kAdam, hyper_of(1).hyper, nullptr, DType::kFloat64}}};
+  for (int i = 0; i < kUpdateThreads; ++i) {
     prepare_body(i, args, gradients, groups);
   }
   EXPECT_TRUE(std::ranges::equal(counts, std::array{3.0f, 4.0f, 3.0f, 3.0f}));
@@ -250,7 +262,8 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   EXPECT_EQ(steps[1].grad, &gradient);
   EXPECT_EQ(steps[2].grad, nullptr);  // its group belongs to another launch
   EXPECT_EQ(steps[3].grad, nullptr);  // no gradient
-  EXPECT_EQ(steps[1].scalars.as_float.beta1, static_cast<float>(hyper_of(1).beta1));
+  EXPECT_EQ(steps[1].scalars.as_float.own[Adam::kKeeps1],
+            static_cast<float>(hyper_of(1).hyper[Adam::kBeta1]));
   control.skip = 1.0;
   prepare_body(0, args, gradients, groups);
   EXPECT_EQ(steps[1].grad, nullptr);
@@ -260,9 +273,9 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
 TEST(Adam, ALearningRateOnTheDeviceReplacesTheNumber) {
   const float single = 0.125f;
   const double exact = 0.1;
-  EXPECT_EQ(learning_rate({hyper_of(1), nullptr, DType::kFloat64}), 1e-2);
-  EXPECT_EQ(learning_rate({hyper_of(1), &single, DType::kFloat32}), 0.125);
-  EXPECT_EQ(learning_rate({hyper_of(1), &exact, DType::kFloat64}), 0.1);
+  EXPECT_EQ(learning_rate({Algorithm::kAdam, hyper_of(1).hyper, nullptr, DType::kFloat64}), 1e-2);
+  EXPECT_EQ(learning_rate({Algorithm::kAdam, hyper_of(1).hyper, &single, DType::kFloat32}), 0.125);
+  EXPECT_EQ(learning_rate({Algorithm::kAdam, hyper_of(1).hyper, &exact, DType::kFloat64}), 0.1);
 }
 
 }  // namespace

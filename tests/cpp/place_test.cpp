@@ -60,8 +60,8 @@ Tensor shard_of(const Tensor& whole, const Place& place) {
     const int64_t groups = groups_in_row(kColumns);
     for (int64_t row = 0; row < place.numel / kColumns; ++row) {
       const int64_t from = element_of(place, row * kColumns) / kColumns;
-      copy(kExpAvgScale, row * groups, from * groups, groups);
-      copy(kExpAvgSqScale, row * groups, from * groups, groups);
+      copy(scale_array(0), row * groups, from * groups, groups);
+      copy(scale_array(1), row * groups, from * groups, groups);
     }
   }
   shard.work.first_element = whole.work.first_element + place.first_element;
@@ -112,7 +112,7 @@ TEST(Place, ShardsGetTheBitsOfTheWhole) {
       kTraits<AdamKind::kBFloat16Remainder>.layout, kTraits<AdamKind::kInt8Float32>.layout,
       kTraits<AdamKind::kInt8Remainder8>.layout};
   Layout layout = kTraits<AdamKind::kBFloat16>.layout;
-  layout.amsgrad = true;
+  layout.states = 7;
   layouts.push_back(layout);
   layout.master = Master::kRemainder8;
   layouts.push_back(layout);

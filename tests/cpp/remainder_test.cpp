@@ -170,7 +170,7 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   TensorScalars scalars{};
   scalars.as_float.has_decay = true;
   scalars.as_float.decay = 1.0f;
-  scalars.as_float.eps_hat = 1.0f;
+  scalars.as_float.own[Adam::kEpsHat] = 1.0f;
   const size_t n = weights.size();
   std::vector<float> grad(n);
   std::vector<float> exp_avg(n);
@@ -180,8 +180,8 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   work.memory[kGrad] = grad.data();
   work.memory[kExpAvg] = exp_avg.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
-  table.adam[static_cast<int>(AdamKind::kGeneral)](scalars, work, {}, 0, static_cast<int64_t>(n),
-                                                   change.data());
+  table.update[static_cast<int>(AdamKind::kGeneral)](scalars, work, {}, 0, static_cast<int64_t>(n),
+                                                     change.data());
   for (float& x : change) {
     x = -x;
   }

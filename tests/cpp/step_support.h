@@ -10,7 +10,6 @@
 #include "cpu/kernel_table.h"
 #include "cuda/adam_traced.h"
 #include "host_cta.h"
-#include "kernels/adam.h"
 #include "kernels/trace.h"
 #include "support.h"
 
@@ -19,6 +18,7 @@ namespace torchopt_ext {
 // The settings of one tested step.
 struct Case {
   Layout layout{};
+  Algorithm algorithm = Algorithm::kAdam;
   StepOptions options{};
   int64_t rows = 1;
   int64_t row_length = 1;
@@ -28,14 +28,24 @@ struct Case {
   std::array<int64_t, kArrays> offsets{};
 };
 
+// The states that a step of the algorithm always has.
+inline uint32_t required_states(Algorithm algorithm) {
+  uint32_t states = 0;
+  const auto declared = declaration_of(algorithm).states;
+  for (size_t k = 0; k < declared.size(); ++k) {
+    states |= declared[k].when == nullptr ? 1u << k : 0;
+  }
+  return states;
+}
+
 inline std::string describe(const Case& c) {
   std::ostringstream text;
-  text << "param " << static_cast<int>(c.layout.param) << " grad "
-       << static_cast<int>(c.layout.grad) << " state " << static_cast<int>(c.layout.state)
-       << " master " << static_cast<int>(c.layout.master) << " amsgrad " << c.layout.amsgrad
-       << " random " << c.options.stochastic_rounding << " write back "
-       << c.options.write_back_gradients << " track " << c.options.track << " rows " << c.rows
-       << " x " << c.row_length << " offsets";
+  text << declaration_of(c.algorithm).name << " param " << static_cast<int>(c.layout.param)
+       << " grad " << static_cast<int>(c.layout.grad) << " state "
+       << static_cast<int>(c.layout.state) << " master " << static_cast<int>(c.layout.master)
+       << " states " << c.layout.states << " random " << c.options.stochastic_rounding
+       << " write back " << c.options.write_back_gradients << " track " << c.options.track
+       << " rows " << c.rows << " x " << c.row_length << " offsets";
   for (const int64_t offset : c.offsets) {
     text << " " << offset;
   }
@@ -74,7 +84,8 @@ class Tensor {
  public:
   explicit Tensor(const Case& c) : case_(c) {
     const int64_t n = c.rows * c.row_length;
-    const Layout& held = c.layout;
+    Layout& held = case_.layout;
+    held.states |= required_states(c.algorithm);
     const DType dtypes[] = {held.param,      held.state,      held.state,
                             held.state,      DType::kFloat32, DType::kFloat32,
                             DType::kFloat32, DType::kFloat32, held.grad};
@@ -85,7 +96,7 @@ class Tensor {
     }
     size_[kMaster] = element_size(held, kMaster);
     const bool quantized = held.state == DType::kInt8;
-    std::vector<Array> positive{kExpAvgScale, kExpAvgSqScale};
+    std::vector<Array> positive{scale_array(0), scale_array(1)};
     if (!quantized) {
       positive.insert(positive.end(), {kExpAvgSq, kMaxExpAvgSq});
     }
@@ -98,7 +109,7 @@ class Tensor {
     work.numel = n;
     work.row_length = c.row_length;
     work.layout = held;
-    work.kind = kind_of(held, c.options);
+    work.kind = kind_of(c.algorithm, held, c.options, c.row_length % kQuantGroup == 0);
     work.index = 7;
     work.first_element = c.first_element;
     if (held.master == Master::kRemainder || held.master == Master::kRemainder8) {
@@ -121,14 +132,18 @@ class Tensor {
     for (unsigned a = 0; a < kArrays; ++a) {
       work.memory[a] = memory_[a].data() + case_.offsets[a] * size_[a];
     }
-    if (!case_.layout.amsgrad) {
-      work.memory[kMaxExpAvgSq] = nullptr;
+    for (int k = 0; k < kMostStates; ++k) {
+      if ((case_.layout.states >> k & 1) == 0) {
+        work.memory[state_array(k)] = nullptr;
+      }
     }
     if (case_.layout.master == Master::kNone) {
       work.memory[kMaster] = nullptr;
     }
-    for (const Array scale : {kExpAvgScale, kExpAvgSqScale}) {
-      work.memory[scale] = case_.layout.state == DType::kInt8 ? memory_[scale].data() : nullptr;
+    for (const Array scale : {scale_array(0), scale_array(1)}) {
+      const bool used = work.memory[state_array(scale - kScale)] != nullptr;
+      work.memory[scale] =
+          used && case_.layout.state == DType::kInt8 ? memory_[scale].data() : nullptr;
     }
     work.memory[kStep] = &step;
   }
@@ -159,14 +174,31 @@ class Tensor {
   std::array<int64_t, kArrays> size_{};
 };
 
-inline AdamHyper hyper_of(int variant) {
-  return {.lr = 1e-2,
-          .beta1 = variant % 2 == 0 ? 0.9 : 0.3,
-          .beta2 = variant % 3 == 0 ? 0.3 : 0.999,
-          .eps = 1e-8,
-          .weight_decay = variant % 4 == 3 ? 0.0 : 0.1,
-          .decoupled_weight_decay = variant % 5 != 0,
-          .maximize = variant % 7 == 0};
+struct Group {
+  Algorithm algorithm = Algorithm::kAdam;
+  Hyper hyper{};
+};
+
+inline Group hyper_of(int variant, Algorithm algorithm = Algorithm::kAdam) {
+  Group group{.algorithm = algorithm};
+  double* value = group.hyper.value;
+  for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
+    *value++ = spec.usual;
+  }
+  value = group.hyper.value;
+  value[kLr] = 1e-2;
+  value[kWeightDecay] = variant % 4 == 3 ? 0.0 : 0.1;
+  value[kDecoupled] = variant % 5 != 0 ? 1.0 : 0.0;
+  value[kMaximize] = variant % 7 == 0 ? 1.0 : 0.0;
+  if (algorithm == Algorithm::kSgd) {
+    value[Sgd::kMomentum] = 0.9;
+    value[Sgd::kNesterov] = variant % 2 == 0 ? 1.0 : 0.0;
+    value[Sgd::kDampening] = variant % 2 == 0 ? 0.0 : 0.3;
+  } else {
+    value[Adam::kBeta1] = variant % 2 == 0 ? 0.9 : 0.3;
+    value[Adam::kBeta2] = variant % 3 == 0 ? 0.3 : 0.999;
+  }
+  return group;
 }
 
 inline Control control_of_a_step() {
@@ -196,15 +228,16 @@ struct Report {
   }
 };
 
-inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hyper,
+inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, Group group,
                           const Control& control, int64_t chunk_elements = kChunkElements,
                           bool past_caches = false) {
   tensor.point();
   tensor.step += 1.0f;
-  hyper.lr *= control.lr_factor;
+  group.hyper.value[kLr] *= control.lr_factor;
   const auto step = static_cast<int64_t>(tensor.step);
-  const TensorScalars scalars{adam_scalars<float>(hyper, step, control.grad_factor),
-                              adam_scalars<double>(hyper, step, control.grad_factor)};
+  const TensorScalars scalars{
+      scalars_of<float>(group.algorithm, group.hyper, step, control.grad_factor),
+      scalars_of<double>(group.algorithm, group.hyper, step, control.grad_factor)};
   Report report;
   ChunkTrace sum{};
   for (const Chunk& chunk : make_chunks({tensor.work}, chunk_elements)) {
@@ -215,8 +248,8 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
           table.traced(table, scalars, tensor.work, options, chunk.begin, chunk.end()));
       add_trace(sum, report.chunks.back());
     } else {
-      table.adam[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
-                                                     chunk.end(), /*change=*/nullptr);
+      table.update[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
+                                                       chunk.end(), /*change=*/nullptr);
     }
   }
   if (tensor.options().track != 0) {
@@ -225,8 +258,8 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, AdamHyper hy
   return report;
 }
 
-inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control& control,
-                           int threads, int64_t chunk_elements = 2048) {
+inline Report step_as_cuda(Tensor& tensor, const Group& group, const Control& control, int threads,
+                           int64_t chunk_elements = 2048) {
   tensor.point();
   const StepOptions& options = tensor.options();
   std::vector<Chunk> chunks;
@@ -237,7 +270,7 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
   }
   TensorStep step{};
   Report report;
-  AdamArgs args{};
+  UpdateArgs args{};
   args.tensors = &tensor.work;
   args.chunks = chunks.data();
   args.steps = &step;
@@ -246,8 +279,8 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
   static Gradients gradients{0, 1, {}};
   static ParamGroups groups{0, 1, {}};
   gradients.memory[0] = tensor.work.memory[kGrad];
-  groups.group[0] = {hyper, nullptr, DType::kFloat64};
-  for (int i = 0; i < kAdamThreads; ++i) {  // one block of threads over one tensor
+  groups.group[0] = {group.algorithm, group.hyper, nullptr, DType::kFloat64};
+  for (int i = 0; i < kUpdateThreads; ++i) {  // one block of threads over one tensor
     prepare_body(i, args, gradients, groups);
   }
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
@@ -258,9 +291,9 @@ inline Report step_as_cuda(Tensor& tensor, const AdamHyper& hyper, const Control
     const HostCta cta{block, blocks, threads};
     if (options.track != 0) {
       TracedShared shared;
-      for (int k = 0; k < kAdamKinds; ++k) {  // as a step over tensors of all kinds does
-        with_kind(static_cast<AdamKind>(k),
-                  [&](auto constant) { adam_traced_body<constant()>(cta, shared, args, traces); });
+      for (int k = 0; k < kKinds; ++k) {  // as a step over tensors of all kinds does
+        with_kind(static_cast<Kind>(k),
+                  [&](auto constant) { traced_body<constant()>(cta, shared, args, traces); });
       }
     } else {
       with_kind(tensor.work.kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });

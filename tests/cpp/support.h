@@ -7,9 +7,26 @@
 #include <vector>
 
 #include "cpu/kernel_table.h"
-#include "kernels/lane.h"
+#include "kernels/kinds.h"
 
 namespace torchopt_ext {
+
+// Adam's arrays and kinds, in the order of its declaration.
+inline constexpr Array kExpAvg = state_array(Adam::kExpAvg);
+inline constexpr Array kExpAvgSq = state_array(Adam::kExpAvgSq);
+inline constexpr Array kMaxExpAvgSq = state_array(Adam::kMaxExpAvgSq);
+struct AdamKind {
+  static constexpr Kind kFloat32{0};
+  static constexpr Kind kFloat64{1};
+  static constexpr Kind kBFloat16{2};
+  static constexpr Kind kBFloat16Master{3};
+  static constexpr Kind kBFloat16Remainder{4};
+  static constexpr Kind kGeneral{6};
+  static constexpr Kind kInt8Float32{7};
+  static constexpr Kind kInt8BFloat16{8};
+  static constexpr Kind kInt8Remainder8{10};
+  static constexpr Kind kInt8{11};
+};
 
 inline std::vector<const KernelTable*> runnable_tables() {
   std::vector<const KernelTable*> tables{&default_kernels()};
@@ -58,25 +75,25 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
 inline void subtract(const KernelTable& table, TensorWork work, std::vector<float> amounts,
                      const StepOptions& options = {}) {
   TensorScalars scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
-  scalars.as_float.small_w1 = true;
-  scalars.as_float.eps_hat = 1.0f;
+  scalars.as_float.own_flag[Adam::kSmallW1] = true;
+  scalars.as_float.own[Adam::kEpsHat] = 1.0f;
   scalars.as_float.step_size = 1.0f;
-  scalars.as_float.beta2 = 0.0f;
   std::vector<float> grad(amounts.size());
   std::vector<float> exp_avg_sq(amounts.size());
   work.memory[kGrad] = grad.data();
   work.memory[kExpAvg] = amounts.data();
   work.memory[kExpAvgSq] = exp_avg_sq.data();
-  table.adam[static_cast<int>(AdamKind::kGeneral)](scalars, work, options, 0,
-                                                   static_cast<int64_t>(amounts.size()),
-                                                   /*change=*/nullptr);
+  table.update[static_cast<int>(AdamKind::kGeneral)](scalars, work, options, 0,
+                                                     static_cast<int64_t>(amounts.size()),
+                                                     /*change=*/nullptr);
 }
 
 // Returns a tensor with the given arrays; its other arrays are null.
 inline TensorWork work_of(Layout layout, void* param, void* master = nullptr) {
   TensorWork work{};
   work.layout = layout;
-  work.kind = kind_of(layout, {});
+  work.layout.states = Adam::kMoments;
+  work.kind = kind_of(Algorithm::kAdam, work.layout, {}, /*whole_groups=*/true);
   work.memory[kParam] = param;
   work.memory[kMaster] = master;
   return work;

@@ -41,7 +41,7 @@ void* at(int64_t offset) { return memory + offset; }
 // Registers start at the first element where all arrays are aligned; less than a register is left.
 TEST(AlignedRange, StartWhereEveryArrayIsAligned) {
   struct Way {
-    AdamKind kind;
+    Kind kind;
     int width;
   };
   for (const Way way :

@@ -22,9 +22,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import torchopt_ext
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import CODES, CODES_OF, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.quantized import can_quantize, scale_shape
 from torchopt_ext.statedict.dcp import load
+
+CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
+CODES_OF = {m.name: m.codes for m in ADAM.moments}
+SCALES = {m.scale: m.name for m in ADAM.moments}
 
 EIGHT_BITS = {"master_weights": "remainder8", "state_dtype": "int8"}
 KINDS: dict[str, dict[str, Any]] = {

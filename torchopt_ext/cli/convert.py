@@ -40,12 +40,12 @@ from torchopt_ext.cli.terminal import (
     written,
 )
 from torchopt_ext.cli.weights import Weights
+from torchopt_ext.optim.algorithms import STATES
 from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.optim.quantized import (
     CODES,
     CODES_OF,
     OTHER_FORM,
-    SCALE,
     SCALES,
     can_quantize,
     scale_shape,
@@ -219,7 +219,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
         and not options.to_torch
         and not any(OTHER_FORM.keys() & own.keys() for own in owners.values())
     ):
-        raise CommandError(f"{options.input} has no moments of Adam: there is nothing to convert")
+        raise CommandError(f"{options.input} has no moments: there is nothing to convert")
     wanted = KINDS[options.master_weights or "none"]
     if wanted is None:
         return new
@@ -285,7 +285,7 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
     """
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
     coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
-    without = coded and f"{key.removesuffix(kind)}{moment}{SCALE}" not in source.tensors
+    without = coded and f"{key.removesuffix(kind)}{STATES[moment].scale}" not in source.tensors
     if without or (kind in CODES_OF and like.dtype in CODES.values()):
         raise CommandError(f"{key} is {like.dtype} without scales: another format's")
     if wanted == "int8" and kind not in (*OTHER_FORM, *SCALES):
@@ -296,7 +296,7 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
         codes, shape = CODES_OF[kind], scale_shape(like)
         path = named(source, entry, codes)
         yield New(path, like.shape, CODES[codes], lambda: quantize(kind, source.tensor(key))[0])
-        path = named(source, entry, kind + SCALE)
+        path = named(source, entry, STATES[kind].scale)
         yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
     elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
@@ -321,7 +321,7 @@ def quantizes(source: Checkpoint, like: Tensor) -> bool:
 def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
     """Returns an 8-bit moment as floats."""
     moment = OTHER_FORM[entry.kind]
-    scales = source.tensor(f"{entry.key.removesuffix(entry.kind)}{moment}{SCALE}")
+    scales = source.tensor(f"{entry.key.removesuffix(entry.kind)}{STATES[moment].scale}")
     return dequantize(moment, source.tensor(entry.key), scales).to(dtype)
 
 

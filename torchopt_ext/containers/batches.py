@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
-from torchopt_ext.optim.fused_adam import FusedAdam
+from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.joint import JointStep, can_join, only_param
 from torchopt_ext.optim.local import NormKey, NormPart, current_stream, local_tensor, norm_key
 
@@ -40,7 +40,9 @@ class Batches:
             may be redistributed together, so all ranks must step the same parameters.
     """
 
-    def __init__(self, batches: Iterable[Sequence[FusedAdam]], sizes: dict[Tensor, int]) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[FusedOptimizer]], sizes: dict[Tensor, int]
+    ) -> None:
         self.joint_steps = [JointStep(optimizers) for optimizers in batches]
         self.places = {  # by the parameter's id
             id(param): (joint, position, sizes[param])
@@ -108,7 +110,7 @@ def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
 
     A batch holds neighbors in the model, from its end, in the usual order of backward.
     """
-    alike: defaultdict[NormPart, list[FusedAdam]] = defaultdict(list)
+    alike: defaultdict[NormPart, list[FusedOptimizer]] = defaultdict(list)
     sizes: dict[Tensor, int] = {}
     for optimizer in filter(can_join, reversed(optimizers)):
         param = only_param(optimizer)
@@ -119,7 +121,7 @@ def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
     return [Batches(_cut(joined, sizes), sizes) for joined in alike.values()]
 
 
-def _cut(optimizers: list[FusedAdam], sizes: dict[Tensor, int]) -> list[list[FusedAdam]]:
+def _cut(optimizers: list[FusedOptimizer], sizes: dict[Tensor, int]) -> list[list[FusedOptimizer]]:
     """Cuts the optimizers into runs with about BATCH_BYTES of parameters each."""
     ends = accumulate(sizes[only_param(optimizer)] for optimizer in optimizers)
     numbered = zip((end // BATCH_BYTES for end in ends), optimizers, strict=True)

@@ -14,14 +14,14 @@ from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
-from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 logger = logging.getLogger(__name__)
 
-FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+FUSED: dict[str, type[FusedOptimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 _SHARED_OPTIONS = ("amsgrad", "maximize")
 """Arguments that torch's classes have, too."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer, all_containers, make_latest
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.step import measure_norm
@@ -38,9 +38,9 @@ class DeferredClipping:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers: list[FusedAdam] = []
+        self._optimizers: list[FusedOptimizer] = []
         for optimizer in optimizers:
-            if not isinstance(optimizer, FusedAdam):
+            if not isinstance(optimizer, FusedOptimizer):
                 raise ValueError(
                     f"deferred clipping needs FusedAdam or FusedAdamW, found "
                     f"{type(optimizer).__name__}, whose step cannot clip"

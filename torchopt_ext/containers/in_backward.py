@@ -20,7 +20,7 @@ from torchopt_ext._torch import (
 )
 from torchopt_ext.containers.batches import make_batches
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, jointly_decided
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import evaluate, inner_step
@@ -102,7 +102,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         self._watch()
         for optimizer in self.optimizers:
             vars(optimizer)["add_param_group"] = functools.partial(_reject, _NO_GROUP)
-            if not self.measures_norm and isinstance(optimizer, FusedAdam):
+            if not self.measures_norm and isinstance(optimizer, FusedOptimizer):
                 vars(optimizer)["set_schedule"] = functools.partial(_reject, _NO_SCHEDULE)
                 vars(optimizer)["set_loss_scale"] = functools.partial(_reject, _NO_LOSS_SCALE)
 

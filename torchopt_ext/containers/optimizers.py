@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_schedulers
-from torchopt_ext.optim import FusedAdam, fused_step
+from torchopt_ext.optim import FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
@@ -97,7 +97,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         self._sizes = [len(part) for part in shares]
         arguments, lr = optimizer_kwargs, optimizer_kwargs.get("lr")
         self.partial = partial = partial or arguments.get("process_group") is not None
-        if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedAdam):
+        if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedOptimizer):
             arguments = with_fp32_moments(arguments, model_parts, partial=partial)
         chosen: Mapping[nn.Parameter, Choice] = {}
         if lr_multipliers and lr is None:
@@ -161,7 +161,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     @property
     def checks_overflow_in_step(self) -> bool:
         """Whether torchopt_ext.GradScaler may leave the overflow check to step()."""
-        return all(isinstance(opt, FusedAdam) for opt in self.optimizers)
+        return all(isinstance(opt, FusedOptimizer) for opt in self.optimizers)
 
     @property
     def control(self) -> ControlView:
@@ -174,8 +174,10 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         # All decisions are equal, except without parameters, where a step does nothing.
         return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
 
-    def _fused(self) -> list[FusedAdam]:
-        fused: list[FusedAdam] = [opt for opt in self.optimizers if isinstance(opt, FusedAdam)]
+    def _fused(self) -> list[FusedOptimizer]:
+        fused: list[FusedOptimizer] = [
+            opt for opt in self.optimizers if isinstance(opt, FusedOptimizer)
+        ]
         if not fused:
             raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
         return fused
@@ -267,7 +269,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             from_: float32 weights by parameter, or by name in the state dict. All weights are
                 checked before any is set.
         """
-        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedAdam)]
+        fused = [
+            optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)
+        ]
         if from_ is None:
             for optimizer in fused:
                 optimizer.refresh_masters()
@@ -318,7 +322,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
         for optimizer in self.optimizers:
             params = params_of(optimizer)
-            if isinstance(optimizer, FusedAdam):
+            if isinstance(optimizer, FusedOptimizer):
                 optimizer.first_parameter_number = number
                 groups = optimizer.param_groups
                 optimizer.parameter_names = [
@@ -464,9 +468,9 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
 
 
-def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedAdam]:
+def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedOptimizer]:
     """Returns the optimizers if norm and skipping are one decision over all of them, else []."""
-    fused = [opt for opt in optimizers if isinstance(opt, FusedAdam)]
+    fused = [opt for opt in optimizers if isinstance(opt, FusedOptimizer)]
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:
@@ -478,7 +482,7 @@ def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> li
     return fused
 
 
-def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
+def _alike(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:
     """Returns the optimizers if one call can step all of them, else [].
 
     One call rejects a step before any optimizer has stepped. Hooks and profilers need single steps.
@@ -490,7 +494,7 @@ def _alike(optimizers: Sequence[Optimizer]) -> list[FusedAdam]:
     return fused if len(fused) == len(optimizers) and len(groups) == 1 else []
 
 
-def _step_jointly(optimizers: Sequence[FusedAdam], context: StepContext) -> None:
+def _step_jointly(optimizers: Sequence[FusedOptimizer], context: StepContext) -> None:
     """Calls fused_step inside every optimizer's step hooks, which it does not fire itself."""
 
     def step(*_: Any, **__: Any) -> None:

@@ -36,7 +36,7 @@ from torchopt_ext.containers.optimizers import (
 )
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
-from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
 from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.local import params_of
@@ -61,8 +61,8 @@ __all__ = [
     "use_torchopt_ext",
 ]
 
-_OURS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, "FusedAdamW": FusedAdamW}
-_OURS_IF_FUSED: dict[str, type[FusedAdam]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+_OURS: dict[str, type[FusedOptimizer]] = {"FusedAdam": FusedAdam, "FusedAdamW": FusedAdamW}
+_OURS_IF_FUSED: dict[str, type[FusedOptimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
 
@@ -262,14 +262,14 @@ def agree_over_pipeline(
     optimizers._knows_stages = True  # also that there are none
     if (mesh := parallel_dims.get_optional_mesh("pp")) is not None:
         for optimizer in optimizers:
-            if isinstance(optimizer, FusedAdam):
+            if isinstance(optimizer, FusedOptimizer):
                 optimizer.process_group = mesh.get_group()
 
 
 patch_dcp_load(checkpointer)
 
 
-def _ours(name: str, config: Any) -> type[FusedAdam] | None:
+def _ours(name: str, config: Any) -> type[FusedOptimizer] | None:
     """Returns our class for the name of an optimizer, or None."""
     fused = config.implementation in _FUSED and not any(_unfused(name, config))
     return _OURS.get(name) or (_OURS_IF_FUSED.get(name) if fused else None)
@@ -402,7 +402,7 @@ def _dtypes_everywhere(found: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if a norm or a skipped step would concern only some parameters."""
-    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedAdam)]
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
     if not any(optimizer.wants_norm(ALONE) for optimizer in ours):
         return
     asked = {(optimizer.max_grad_norm, optimizer.skip_nonfinite) for optimizer in ours}
@@ -423,7 +423,7 @@ def _check_stages(optimizers: Sequence[Optimizer]) -> bool:
     Returns:
         Whether there was a decision to make. Otherwise later steps may ask for one.
     """
-    alone = [o for o in optimizers if isinstance(o, FusedAdam) and o.process_group is None]
+    alone = [o for o in optimizers if isinstance(o, FusedOptimizer) and o.process_group is None]
     if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
         return False
     spans = [p.device_mesh.size() for p in params_of(*alone) if isinstance(p, DTensor)]

@@ -21,7 +21,7 @@ from torchopt_ext._torch import tree_map_only
 from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -89,8 +89,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
         # Its groups hold the model's parameters. It also holds the last step's decision.
-        self._stepper: FusedAdam | MasterOptimizer
-        if isinstance(optimizer, FusedAdam):
+        self._stepper: FusedOptimizer | MasterOptimizer
+        if isinstance(optimizer, FusedOptimizer):
             self._stepper = optimizer
             if process_group is not None:
                 optimizer.process_group = process_group
@@ -377,7 +377,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             )
         weights = list(chain(*(saved[index] for index in range(len(groups)))))
         loaded = read_indexed(states["base_optim_states"], self.param_groups)
-        if isinstance(self.optim, FusedAdam):
+        if isinstance(self.optim, FusedOptimizer):
             loaded.slots = [*map(dequantized, loaded.slots)]
         problems = [
             f"{slot.called('the saved weight')} {found}"

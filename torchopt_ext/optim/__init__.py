@@ -1,6 +1,9 @@
-"""FusedAdam, FusedAdamW and the step they share."""
+"""The fused optimizers and the step they share."""
 
 from torchopt_ext.optim.fused_adam import FusedAdam, FusedAdamW
+from torchopt_ext.optim.fused_lion import FusedLion
+from torchopt_ext.optim.fused_optimizer import FusedOptimizer
+from torchopt_ext.optim.fused_sgd import FusedSGD
 from torchopt_ext.optim.step import fused_step
 
-__all__ = ["FusedAdam", "FusedAdamW", "fused_step"]
+__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD", "fused_step"]

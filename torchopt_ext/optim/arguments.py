@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-"""The hyperparameters of a param group of Adam."""
-
 
 def expect_numbers(**values: Any) -> None:
     """Rejects values that are not one number, such as ``1e-3``, which YAML reads as a string.
@@ -50,19 +47,6 @@ def expect_bools(**values: Any) -> None:
     for name, value in values.items():
         if value not in (True, False):
             raise TypeError(f"{name} is {value!r:.200}, expected a bool")
-
-
-def expect_hyperparameters(*, betas: Any, **others: Any) -> None:
-    """Rejects values of :data:`HYPERPARAMETERS` that are not numbers.
-
-    Raises:
-        TypeError, ValueError: ``betas`` is not two values, or as :func:`expect_numbers`.
-    """
-    try:
-        first, second = betas
-    except (TypeError, ValueError):
-        raise TypeError(f"betas is {betas!r:.200}, expected two numbers") from None
-    expect_numbers(**{"betas[0]": first, "betas[1]": second}, **others)
 
 
 @contextmanager

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchopt_ext.optim.algorithms import ALGORITHMS
 from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.local import local_tensor, moved, params_of
-from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.optim.quantized import SCALES
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, place_of
 from torchopt_ext.statedict.entries import CONTROL_KEY
 
 _COUNTS = ("step", CONTROL_KEY)
 _PARAM, _WEIGHT = 0, 4
+_STATES = [(k, of) for known in ALGORITHMS.values() for k, of in enumerate(known.states)]
 _ROLES = {
-    **dict(zip(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (1, 2, 3), strict=True)),
-    **dict(zip(CODES, (1, 2), strict=True)),
+    **{state.name: 1 + k for k, state in _STATES},
+    **{state.codes: 1 + k for k, state in _STATES},
     **dict.fromkeys((MASTER, REMAINDER, REMAINDER8), _WEIGHT),
-    **dict(zip(SCALES, (5, 6), strict=True)),
+    **{state.scale: 1 + _WEIGHT + k for k, state in _STATES},
 }
 """The state entries that a digest covers, and their roles."""
 
@@ -44,7 +46,7 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
     Raises:
         TypeError: an item is not a tensor.
         ValueError: a DTensor is cut in three dimensions after the first, or is not contiguous; or
-            an optimizer keeps an entry that is not of Adam.
+            an optimizer keeps an entry of another kind.
         RuntimeError: a tensor has elements of another size, or has no memory.
     """
     arrays = list(_arrays_of(of) if hasattr(of, "param_groups") else _arrays(of))

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import _C, ops
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.optim.quantized import SCALES, groups_before
+from torchopt_ext.optim.quantized import groups_before
 from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
 from torchopt_ext.statedict.entries import MASTERS
 
 STEP = 4
 """Bytes of a tensor's step count."""
 
-SCALE = 4 * len(SCALES)
+SCALE = 4 * len(ADAM.required)
 """Bytes of a group's scales."""
 
 
@@ -80,8 +81,8 @@ def element_bytes(
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
-    moments = sum(dtype.itemsize for dtype in storage.moments(param).values())
-    moments += storage.float_dtype(param).itemsize if amsgrad else 0
+    states = ADAM.states_of({"amsgrad": amsgrad})
+    moments = sum(dtype.itemsize for dtype in storage.entries(param, states).values())
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
     moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments

@@ -1,53 +1,19 @@
 """FusedAdam and FusedAdamW: torch.optim.Adam and AdamW in two passes over memory."""
 
-import copy
-import inspect
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self, Unpack
-from weakref import WeakValueDictionary
+from collections.abc import Iterable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext._C import Identity
-from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
-from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.arguments import (
-    HYPERPARAMETERS,
-    expect_bools,
-    expect_hyperparameters,
-    restored_if_raised,
-)
-from torchopt_ext.optim.collective import fail_together_in
-from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
-from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
-from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
-from torchopt_ext.optim.options import ASK_FOR_NORM, StepArguments, StepOptions, with_options
-from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.quantized import SCALES
-from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
-from torchopt_ext.statedict.entries import ABSENT, CONTROL_KEY, FORMS, control_entry, converted
-from torchopt_ext.statedict.loaded import (
-    Loaded,
-    Slot,
-    largest_step,
-    names_params,
-    raise_problems,
-    read_indexed,
-    undone_if_raised,
-)
-from torchopt_ext.statedict.low_bit import dequantized
-from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
-from torchopt_ext.statedict.moments import fit_moments
+from torchopt_ext.optim.algorithms import numbers_of
+from torchopt_ext.optim.arguments import expect_bools
+from torchopt_ext.optim.fused_optimizer import FusedOptimizer
+from torchopt_ext.optim.options import StepArguments, with_options
 
 
-class FusedAdam(HookedStep, PlannedStep):
+class FusedAdam(FusedOptimizer):
     """torch.optim.Adam (Kingma & Ba, arXiv:1412.6980), fused with clipping and overflow check.
 
     The arguments up to ``fused`` are torch.optim.Adam's; weight decay is added to the gradient.
@@ -55,8 +21,7 @@ class FusedAdam(HookedStep, PlannedStep):
     state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``.
 
     Args:
-        params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
-            step updates the local shards of DTensors. Frozen parameters may be anything.
+        params: as in :class:`FusedOptimizer`.
         bias_correction: divides the moments by ``1 - beta**step``, as Adam does. A group may have
             a value of its own. Groups have the key only if it was given or the value is False:
             torch's have none.
@@ -64,24 +29,8 @@ class FusedAdam(HookedStep, PlannedStep):
         **options: as :class:`torchopt_ext.optim.options.StepOptions`, for all groups alike.
 
     Raises:
-        TypeError: a parameter cannot be updated (see the message), or an argument has a wrong type.
-        ValueError: an argument is out of range. With 8-bit moments: ``fp32_moments`` has a pattern
-            without a match or a tensor that is no parameter, and there is no ``process_group``.
+        TypeError, ValueError: as :class:`FusedOptimizer`.
     """
-
-    # torchopt_ext.GradScaler then leaves the overflow check to the step.
-    checks_overflow_in_step = True
-    writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
-    required_state = ("step", "exp_avg", "exp_avg_sq")
-    _fp32_moments: tuple[str | Tensor, ...] | None = None  # until the constructor has all groups
-
-    estimate = staticmethod(estimate)
-
-    # The identities of the parameters for which fp32_moments has chosen, by id: another
-    # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
-    # references would keep parameters alive that Accelerate replaces.
-    _looked_at: Mapping[int, Identity] = {}
-    _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
 
     @with_options
     def __init__(
@@ -102,28 +51,17 @@ class FusedAdam(HookedStep, PlannedStep):
         bias_correction: bool = True,
         **options: Unpack[StepArguments],
     ) -> None:
-        expect_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        if isinstance(lr, Tensor) and (lr.is_complex() or lr.dtype == torch.bool):
-            raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected a real number")
+        given = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+        }  # fmt: skip
+        numbers_of(given)  # checks types
+        expect_bools(capturable=capturable)
         torchs = Adam(  # checks the arguments, and knows the keys of state dicts
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
-        expect_bools(
-            amsgrad=amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            decoupled_weight_decay=decoupled_weight_decay,
-            bias_correction=bias_correction,
-        )
-        chosen = StepOptions.of(type(self), options)
-        self._storage = Storage(chosen.master_weights, chosen.state_dtype)
-        names = tuple(i if isinstance(i, str) else "a parameter" for i in chosen.fp32_moments)
-        # The group and the tensors are not the options' to keep alive.
-        self._options = replace(chosen, fp32_moments=names, process_group=None)
-        self.process_group = chosen.process_group
-        self._init_control()
-        self.max_grad_norm, self.skip_nonfinite = chosen.max_grad_norm, chosen.skip_nonfinite
         own = {
             "betas": tuple(b if isinstance(b, Tensor) else float(b) for b in betas),
             "foreach": foreach,
@@ -133,376 +71,7 @@ class FusedAdam(HookedStep, PlannedStep):
         }
         if not bias_correction:
             own["bias_correction"] = False
-        params = params if isinstance(params, Tensor | set) else list(params)
-        self._reject_groups_of_another(params)
-        with restored_if_raised(params):
-            super().__init__(params, torchs.defaults | own)
-            self._fp32_moments = tuple(chosen.fp32_moments)
-            self._look_at_new_params(partial=chosen.process_group is not None)
-
-    def _reject_groups_of_another(self, groups: Any) -> None:
-        """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
-
-        Horovod's wrapper and others rebuild an optimizer by ``type(optimizer)(optimizer.
-        param_groups)`` (horovod/torch/optimizer.py).
-        """
-        given = self._beside_groups()
-        for group in groups if isinstance(groups, list) else ():
-            held = group.get("params") if isinstance(group, dict) else None
-            other = _holders.get(id(held))
-            if other is None or not any(held is own["params"] for own in other.param_groups):
-                continue
-            known = other._beside_groups().items()
-            if missing := {name: value for name, value in known if value and not given[name]}:
-                calls = [name for name in missing if name.startswith("set_")]
-                way = f", and call {' and '.join(calls)} again" if calls else ""
-                raise ValueError(
-                    f"the param groups are those of a {type(other).__name__} with {missing}, which "
-                    f"groups do not hold and this optimizer would not have: give it the same "
-                    f"arguments {'and' if calls else 'or'} lists of parameters of its own{way}"
-                )
-
-    def _look_at_new_params(self, *, partial: bool = True) -> None:
-        """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
-
-        A parameter that replaces another in its group is held as that one was: Accelerate, for
-        example, replaces parameters for FSDP2.
-        """
-        if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
-            return
-        known = self._looked_at
-        named = param_state.named_params(self)
-        new = [(name, param) for name, param in named if known.get(id(param)) != Identity([param])]
-        if new or not partial:
-            chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
-            counters = {id(p): Identity([p]) for _, p in new}
-            rows = [[id(p) for p in group["params"]] for group in self.param_groups]
-            for row, places in zip(rows, self._fp32_places, strict=False):
-                if len(row) == len(places):
-                    chosen |= {p for p, was in zip(row, places, strict=True) if was} & set(counters)
-            ids = self._storage.fp32_moments.difference(counters) | chosen
-            self._storage = replace(self._storage, fp32_moments=ids)
-            self._fp32_places = [[p in ids for p in row] for row in rows]
-            self._looked_at = {**known, **counters}
-            # The tensors that were found are not kept alive; others may come with later groups.
-            self._fp32_moments = tuple(
-                item for item in self._fp32_moments if isinstance(item, str) or id(item) not in ids
-            )
-
-    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
-        self._look_at_new_params()
-        super()._init_states(wanted)
-
-    def _unscales(self) -> bool:
-        return True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one optimization step; ``closure`` evaluates the model and returns the loss.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            RuntimeError: as :func:`torchopt_ext.optim.fused_step`.
-        """
-        loss = None if closure is None else evaluate(closure)
-        fused_step([self], self._context)
-        return loss
-
-    @run_eagerly  # as are torch's methods
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        with restored_if_raised([param_group], self):
-            super().add_param_group(param_group)
-            self._check_group(self.param_groups[-1])
-            self._look_at_new_params()
-        _holders[id(self.param_groups[-1]["params"])] = self
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises TypeError or ValueError unless steps can update the last group."""
-        names = group.get("param_names") or [""] * len(group["params"])
-        named = list(zip(names, group["params"], strict=True))
-        expect_hyperparameters(**{key: group[key] for key in HYPERPARAMETERS})
-        expect_bools(bias_correction=group.get("bias_correction", True))
-        of_groups = self.defaults.keys() | {"params", "bias_correction"}
-        if misplaced := sorted(_ARGUMENTS & group.keys() - of_groups):
-            raise ValueError(
-                f"{', '.join(misplaced)}: arguments of {type(self).__name__} for all its "
-                "groups, which one group cannot have (a wrapper that copies arguments into "
-                "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
-            )
-        if group["amsgrad"] and self._storage.state_dtype == torch.int8:
-            raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
-        if group["foreach"] or group["fused"] is False or group["differentiable"]:
-            asked = {name: group[name] for name in ("foreach", "fused", "differentiable")}
-            raise ValueError(
-                f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
-                f"Use torch.optim for the other implementations."
-            )
-        first = sum(len(before["params"]) for before in self.param_groups[:-1])
-        for number, (name, param) in enumerate(named, first):
-            if param.requires_grad:  # a frozen parameter is checked with its first gradient
-                self._check_param(param, name or number)
-        if found := self._passed_over(group["params"]):
-            warnings.warn(found, stacklevel=2)
-
-    def _passed_over(self, params: Iterable[Tensor]) -> str | None:
-        return self._storage.passed_over(params, self._options.stochastic_rounding)
-
-    @run_eagerly
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state dict, in torch's layout.
-
-        With a schedule or loss scale, the first parameter's state also has
-        ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
-        copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
-        """
-        param_state.drop_replaced(self)
-        self._mark_control(follow=True)
-        packed = super().state_dict()
-        if not (isinstance(packed, dict) and "state" in packed):
-            return packed  # a hook has replaced the dict; the tensors are the optimizer's own
-        packed["state"] = with_own_steps(packed["state"])
-        filled = dict(enumerate(params_of(self))) if is_to_be_filled() else {}
-        for key, entry in packed["state"].items():
-            if not isinstance(entry, dict):
-                continue
-            if CONTROL_KEY in entry:
-                entry[CONTROL_KEY] = control_entry(self.saved_control())
-            if key in filled:
-                absent = filled[key] if is_dtensor(filled[key]) else ABSENT
-                missing = [name for name in FORMS if name not in entry]
-                entry.update({name: ABSENT if name in SCALES else absent for name in missing})
-            if sharded := {name: value for name, value in entry.items() if is_dtensor(value)}:
-                from torchopt_ext.optim.gathered import Handed  # needs torch.distributed.tensor
-
-                entry.update({name: Handed.of(value) for name, value in sharded.items()})
-            elif REMAINDER in entry and is_gathered():  # neither gloo nor NCCL sends int16
-                entry[REMAINDER] = entry[REMAINDER].to(torch.int32)
-        return packed
-
-    @run_eagerly
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of torch's; checks all of it before any change.
-
-        State dicts of torchao's and bitsandbytes' Adam and AdamW, in 4 and 8 bits, are decoded.
-        Nothing of the given dict is kept. Moments are converted to this optimizer's dtype. A master
-        weight or remainder is converted to the kind that this optimizer keeps, or made if it is
-        missing, from the parameter's values when the next step begins. Missing counts of a schedule
-        are derived from the parameters' steps.
-
-        A whole tensor for a sharded parameter is cut to this rank's shard. If the dict names its
-        parameters, as torch's set_optimizer_state_dict does, ranks that share sharded parameters
-        load together or not at all.
-
-        Raises:
-            ValueError: groups or entries do not fit this optimizer; the message lists the problems.
-        """
-        groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
-        with fail_together_in(groups):
-            load = self.prepare_load(state_dict)
-        with undone_if_raised(self), fail_together_in(groups):
-            load()
-
-    @torch.no_grad()
-    def _read(self, state_dict: dict[str, Any]) -> Loaded:
-        self._look_at_new_params()
-        hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
-        loaded = read_indexed(hooked, self.param_groups)
-        loaded.slots = [*map(dequantized, loaded.slots)]
-        if names_params(state_dict):
-            loaded.slots = [*map(self._without_fillers, loaded.slots)]
-        return loaded
-
-    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Checks a state dict, and returns the function that loads it."""
-        loaded = self._read(state_dict)
-        raise_problems(loaded.problems(self))
-        made = largest_step(self.state.values())
-        control = self.control_to_load(loaded.control, loaded.counted, made)
-
-        @torch.no_grad()
-        def load() -> None:
-            with undone_if_raised(self):
-                self.take_loaded(loaded, control)
-                run_hooks(self, "load_state_dict_post")
-
-        return load
-
-    def take_loaded(self, loaded: Loaded, control: Mapping[str, float]) -> None:
-        """Continues with a state dict that was read and checked.
-
-        Args:
-            control: the result of :meth:`control_to_load`.
-        """
-        state = loaded.foreign | {
-            slot.param: {
-                name: converted(name, value, slot.param, self._storage)
-                for name, value in self._kept(slot).items()
-            }
-            for slot in loaded.slots
-            if slot.entry
-        }
-        self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
-        self.load_control(control)
-        self._marks = {}  # the next step compares loaded masters with the weights
-
-    def _without_fillers(self, slot: Slot) -> Slot:
-        """Drops this optimizer's own entries if there are others.
-
-        torch's set_optimizer_state_dict passes in own entries that a whole state dict lacks. All
-        entries are own if a checkpoint was read into them.
-        """
-        kept = {k: value for k, value in slot.entry.items() if not self._is_own(slot, k)}
-        return replace(slot, entry=kept) if kept.keys() - {"step"} else slot
-
-    def _is_own(self, slot: Slot, name: str) -> bool:
-        """Returns whether an entry is this optimizer's own tensor, or a view of it."""
-        value, own = slot.entry.get(name), self.state.get(slot.param, {}).get(name)
-        local = getattr(value, "source", local_tensor(value))  # optim/gathered.py
-        return isinstance(value, Tensor) and local is local_tensor(own)
-
-    def _kept(self, slot: Slot) -> Mapping[str, Any]:
-        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
-
-    def __copy__(self) -> Self:
-        """Returns an optimizer with the same groups and state, as torch's copies have."""
-        copied = type(self).__new__(type(self))
-        copied.__setstate__(self._portable_state() | {"state": self.state})
-        copied.process_group = self.process_group
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self._portable_state(), memo))
-        copied.process_group = self.process_group
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
-            raise TypeError(
-                f"a {type(self).__name__} with a process_group cannot be pickled: its ranks exist "
-                f"in this run only; save its state_dict()"
-            )
-        portable = self._portable_state()
-        # A process that torch.multiprocessing starts opens shared memory later: keep the copies.
-        entries = [entry for entry in portable["state"].values() if isinstance(entry, dict)]
-        self._pickled_copies = [entry.get("step") for entry in entries]
-        return portable
-
-    def _portable_state(self) -> dict[str, Any]:
-        of_container = ("first_parameter_number", "parameter_names")
-        own = {name: value for name, value in vars(self).items() if name in of_container}
-        portable = super().__getstate__() | own
-        return portable | {
-            "state": defaultdict(dict, with_own_steps(portable["state"])),
-            "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
-            "_fp32_moments": self._fp32_moments,
-            "_fp32_places": self._fp32_places,
-            "_options": self._options,
-            "_settings": self._settings,
-            "_blocks": self._blocks,
-            "_device_without_params": self._device_without_params,
-            "_norm_measured": self._norm_measured,
-            "verdict": self.verdict,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # state dicts of older torch versions lack some keys
-            for key, default in self.defaults.items():
-                group.setdefault(key, default)
-            _holders.setdefault(id(group["params"]), self)
-        self._forget_plan()
-        self._mark_control()
-
-    @torch.no_grad()
-    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Sets the master weights to the parameters' values, or sets both from float32 weights.
-
-        Steps let fp32 masters follow weights that were written to. Call this after writes that
-        torch does not count (``.data``, foreach functions on DTensors; docs/step.md), and to set
-        remainders to 0.
-
-        Args:
-            from_: float32 weights by parameter, or by name if the optimizer was given names, such
-                as an fp32 model's state dict. Masters and remainders get every bit that they can
-                hold, and 16-bit parameters get the rounded weights.
-
-        Raises:
-            TypeError: ``from_`` is not a mapping.
-            ValueError: a weight is missing or does not fit (all are listed). Nothing is changed.
-        """
-        named = param_state.named_params(self)
-        if from_ is not None:
-            self.set_weights_and_state(read_weights(from_, named, self.keeps_master))
-            return
-        for _, param in named:
-            refresh_master(param, self.state.get(param, {}))
-        self._mark_weights(param for _, param in named)
-
-    def keeps_master(self, param: Tensor) -> bool:
-        """Returns whether a parameter has a master weight or a remainder."""
-        return self._storage.master_of(param) is not None
-
-    @torch.no_grad()
-    def set_weights_and_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets weights. If this makes masters, makes all state, which is saved as a whole."""
-        self.set_weights(pairs)
-        if any("step" not in self.state.get(param, ("step",)) for param in params_of(self)):
-            self._init_states(lambda param: param.requires_grad)
-
-    @torch.no_grad()
-    def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets parameters and their masters to float32 weights that fit them."""
-        for param, weight in pairs:
-            state = self.state.get(param, {})
-            set_weight(param, state, weight, self._storage)
-            if state and param.requires_grad:  # a frozen parameter gets a master when trained
-                self.state[param] = state
-                self._mark_weights([param])
-
-    @property
-    def options(self) -> StepOptions:
-        """The options that the next step has. Of ``fp32_moments``, tensors are left out."""
-        live = ASK_FOR_NORM | {"process_group"}
-        return replace(
-            self._options,
-            master_weights=self._storage.master_weights,
-            **{name: getattr(self, name) for name in live},
-        )
-
-    def _beside_groups(self) -> dict[str, Any]:
-        """Returns the arguments for all groups and their values, as text where they are several."""
-        options = self.options
-        named = self._storage.state_dtype == torch.int8 and options.fp32_moments != EMBEDDINGS
-        return vars(options) | {
-            "fp32_moments": str(options.fp32_moments) if named else "",
-            "track": [*options.track],
-            "set_schedule": self.has_schedule,
-            "set_loss_scale": self.has_loss_scale,
-        }
-
-    def __repr__(self) -> str:
-        """Returns torch's text and the arguments for all groups that are set."""
-        given = self._beside_groups().items()
-        lines = "".join(f"\n{name}: {value}" for name, value in given if value)
-        if found := self._passed_over(params_of(self)):
-            lines += f"\n{found}"
-        return super().__repr__().replace(" (", f" ({lines}", 1)
-
-    def keep_masters(self) -> None:
-        """Gives 16-bit parameters fp32 masters from the next step on.
-
-        Does nothing if the arguments chose masters, remainders or stochastic rounding.
-        """
-        if self._storage.master_weights is None and not self._options.stochastic_rounding:
-            self._storage = replace(self._storage, master_weights="fp32")
-            self._forget_plan()
-
-
-_ARGUMENTS = inspect.signature(FusedAdam).parameters.keys()
-_holders: WeakValueDictionary[int, FusedAdam] = WeakValueDictionary()  # by ids of lists of params
+        self._build(params, torchs.defaults | own, options)
 
 
 class FusedAdamW(FusedAdam):

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torchopt_ext._C import clear_gradients
 from torchopt_ext._torch import any_step_hooks, mark_step_for_schedulers
 from torchopt_ext.ops import CONTROL_FIELDS
+from torchopt_ext.optim.algorithms import algorithm_of, keys_of
 from torchopt_ext.optim.context import ALONE, amp_context
-from torchopt_ext.optim.fused_adam import FusedAdam
+from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.hooks import is_patched
 from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.planned import PlannedStep
@@ -24,19 +25,16 @@ from torchopt_ext.optim.storage import place_of
 _STEPS = CONTROL_FIELDS.index("steps")
 _DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # grad_norm to grad_scale
 _PLAIN = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
-# The options of a group that a plan reads (csrc/python/optimizer_plan.cpp, state_snapshot.cpp).
-_READ = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay", "amsgrad")
-_read = itemgetter(*_READ)
 
 
-def has_own_step(optimizer: Any) -> TypeGuard[FusedAdam]:
+def has_own_step(optimizer: Any) -> TypeGuard[FusedOptimizer]:
     """Returns whether ``optimizer`` is a FusedAdam whose class does not override the step."""
-    return isinstance(optimizer, FusedAdam) and unwrap(type(optimizer).step) is unwrap(
-        FusedAdam.step
+    return isinstance(optimizer, FusedOptimizer) and unwrap(type(optimizer).step) is unwrap(
+        FusedOptimizer.step
     )
 
 
-def can_join(optimizer: Any) -> TypeGuard[FusedAdam]:
+def can_join(optimizer: Any) -> TypeGuard[FusedOptimizer]:
     """Returns whether a :class:`JointStep` can step it: one parameter, with FusedAdam's step."""
     return (
         has_own_step(optimizer)
@@ -65,7 +63,7 @@ class JointStep(PlannedStep):
 
     state: dict[Tensor, Any]  # type: ignore[assignment]
 
-    def __init__(self, optimizers: Sequence[FusedAdam]) -> None:
+    def __init__(self, optimizers: Sequence[FusedOptimizer]) -> None:
         # Does not call Optimizer.__init__: nobody sees this object's groups and hooks.
         self.optimizers = list(optimizers)
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
@@ -79,10 +77,16 @@ class JointStep(PlannedStep):
         # A group that stands for all.
         named = {"param_names": [name for names in self.parameter_names for name in names]}
         self._common: dict[str, Any] = {"params": self.params, **named}
+        # The keys of groups that a plan reads (csrc/python/optimizer_plan.cpp).
+        group = optimizers[0].param_groups[0]
+        known = keys_of(algorithm_of(group).name)
+        self._keys = [key for key in known if key in group]
+        self._unusual = [key for key in known if key not in group]
+        self._read = itemgetter(*self._keys)
         self._stacked_controls: Tensor | None = None  # the optimizers' control blocks, stacked
 
     def step_gradients(
-        self, gradients: Mapping[int, Tensor | None], step_one: Callable[[FusedAdam], Any]
+        self, gradients: Mapping[int, Tensor | None], step_one: Callable[[FusedOptimizer], Any]
     ) -> None:
         """Steps parameters with the given gradients, and then releases the gradients.
 
@@ -105,7 +109,7 @@ class JointStep(PlannedStep):
         finally:
             clear_gradients(chosen)
 
-    def step_all(self, step_one: Callable[[FusedAdam], Any]) -> None:
+    def step_all(self, step_one: Callable[[FusedOptimizer], Any]) -> None:
         """Steps all parameters that have a gradient; the gradients stay."""
         if self._is_plain():
             self._step_jointly([i for i, p in enumerate(self.params) if p.grad is not None])
@@ -143,12 +147,12 @@ class JointStep(PlannedStep):
         """Returns the optimizers' groups, or a single group if all are equal: reading a group takes
         longer than stepping a small parameter."""
         groups = [opt.param_groups[0] for opt in self.optimizers]
-        read = [_read(group) for group in groups]
+        read = [*map(self._read, groups)]
         if isinstance(groups[0]["lr"], Tensor) or read.count(read[0]) < len(read):
             return groups
-        if any("bias_correction" in group for group in groups):
+        if any(key in group for key in self._unusual for group in groups):
             return groups
-        self._common.update(zip(_READ, read[0], strict=True))
+        self._common.update(zip(self._keys, read[0], strict=True))
         return [self._common]
 
     def _rebuild(self) -> Any:

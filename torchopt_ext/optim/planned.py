@@ -90,9 +90,9 @@ class PlannedStep(Controlled, Optimizer):
         param_state.drop_replaced(self)
         named = enumerate(param_state.named_group_params(self))
         chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
-        for _, name, param in chosen:
+        for group, name, param in chosen:
             self._check_param(param, name)
-            param_state.reject_incomplete(name, self.state.get(param, {}))
+            param_state.reject_incomplete(name, self.state.get(param, {}), group)
         entries = [(group, param, self.state[param]) for group, _, param in chosen]
         new = [param for _, param, state in entries if MASTER not in state]
         param_state.init_param_states(entries, self._storage)

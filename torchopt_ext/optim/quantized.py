@@ -7,21 +7,20 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.algorithms import STATES
 from torchopt_ext.optim.local import as_placed, local_tensor
 
 GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
 
-CODES = {"exp_avg_codes": torch.int8, "exp_avg_sq_codes": torch.uint8}
-"""Entries of a parameter's state that hold codes. Their names are not the moments', so that no
-function of torch takes codes for values: it finds no moment."""
-SCALE = "_scale_v2"
-"""The end of scales' names, after the moment's name. The number is the version of the format."""
-CODES_OF = dict(zip(("exp_avg", "exp_avg_sq"), CODES, strict=True))
+_MOMENTS = [state for state in STATES.values() if state.is_moment]
+CODES = {state.codes: torch.uint8 if state.as_root else torch.int8 for state in _MOMENTS}
+"""Entries of a parameter's state that hold codes, with dtypes."""
+CODES_OF = {state.name: state.codes for state in _MOMENTS}
 """The entry with codes by moment."""
 OTHER_FORM = CODES_OF | {codes: name for name, codes in CODES_OF.items()}
 """The entry that holds the same moment in the other form, as codes or floats."""
-SCALES = {name + SCALE: name for name in CODES_OF}
+SCALES = {state.scale: state.name for state in _MOMENTS}
 """Entries of a parameter's state that hold float32 scales, and the moments they belong to."""
 CONVERT = "; `python -m torchopt_ext convert` makes float moments of them"
 """The end of messages about 8-bit moments in a checkpoint that cannot be loaded."""

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext import _C
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.algorithms import STATES, algorithm_of
 from torchopt_ext.optim.local import (
     NormPart,
     local_gradients,
@@ -18,7 +20,14 @@ from torchopt_ext.optim.local import (
     part_of,
 )
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES, quantized_problem, scales_like
+from torchopt_ext.optim.quantized import (
+    CODES,
+    CODES_OF,
+    OTHER_FORM,
+    SCALES,
+    quantized_problem,
+    scales_like,
+)
 from torchopt_ext.optim.storage import SIXTEEN_BIT, Storage, packed_steps, place_of
 from torchopt_ext.statedict.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.statedict.masters import fit_master, has_low_bits
@@ -81,18 +90,19 @@ def moments_of(
     group: Mapping[str, Any], param: Tensor, storage: Storage
 ) -> Mapping[str, torch.dtype]:
     """Returns the entries that hold a parameter's moments, with dtypes."""
-    held = storage.moments(param)
-    return held | {MOMENTS[2]: storage.float_dtype(param)} if group["amsgrad"] else held
+    return storage.entries(param, algorithm_of(group).states_of(group))
 
 
-def reject_incomplete(what: str | int, state: Mapping[str, Any]) -> None:
+def reject_incomplete(what: str | int, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Rejects a state that has a step count and lacks a moment, or has codes and lacks scales.
 
     Raises:
         ValueError: an entry is missing; the message names the parameter.
     """
     if "step" in state:
-        for name in (*CODES, *SCALES) if has_codes(state) else MOMENTS[:2]:
+        required = [STATES[name] for name in algorithm_of(group).required]
+        coded = [entry for of in required for entry in (of.codes, of.scale)]
+        for name in coded if has_codes(state) else [of.name for of in required]:
             _entry(name, state, what)
 
 
@@ -139,8 +149,9 @@ def init_param_states(
         for (_, state), tensor in zip(members, made, strict=True):
             state[moment] = tensor
     for _, param, state in entries:
-        if storage.quantizes(param) and has_codes(state) and SCALES.keys().isdisjoint(state):
-            state.update({scale: scales_like(param) for scale in SCALES})
+        if storage.quantizes(param) and SCALES.keys().isdisjoint(state):
+            coded = [scale for scale, name in SCALES.items() if CODES_OF[name] in state]
+            state.update({scale: scales_like(param) for scale in coded})
         if MASTERS.keys().isdisjoint(state):
             fit_master(param, state, storage)
     for state, (_, _, complete) in zip(given, entries, strict=True):
@@ -202,7 +213,7 @@ def _fit_kind(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     quantizes = storage.quantizes(param)
     if has_codes(state) == quantizes:
         return
-    moments = {name: state.get(name) for name in MOMENTS[:2]}
+    moments = {name: state[name] for name in CODES_OF if name in state}
     if quantizes:
         fits = not any(tensor_problem(value, param) for value in moments.values())
     else:
@@ -229,10 +240,8 @@ def _fit_state(
     like = local_tensor(param)
     placing = like.device, like.shape, like.stride()
     moments = moments_of(group, param, storage)
-    most = MOMENTS[2] if group["amsgrad"] else None
-    scales = SCALES if storage.quantizes(param) else (None,) * len(SCALES)
     held: list[Tensor | None] = [param]
-    for name in (*storage.moments(param), most, storage.master_of(param), *scales):
+    for name in _slots(group, param, storage):
         if name is None:
             held.append(None)
             continue
@@ -248,6 +257,21 @@ def _fit_state(
         held.append(value)
     held.append(state["step"])
     return held
+
+
+def _slots(group: Mapping[str, Any], param: Tensor, storage: Storage) -> list[str | None]:
+    """Returns the entries between parameter and step in csrc/kernels/tensor_work.h's order."""
+    algorithm = algorithm_of(group)
+    present, quantizes = algorithm.states_of(group), storage.quantizes(param)
+    states: list[str | None] = [None] * _C.STATES
+    scales: list[str | None] = [None] * _C.SCALES
+    for k, state in enumerate(algorithm.states):
+        coded = quantizes and state.is_moment
+        if state in present:
+            states[k] = state.codes if coded else state.name
+            if coded:
+                scales[k] = state.scale
+    return [*states, storage.master_of(param), *scales]
 
 
 def norm_parts(optimizer: Any) -> dict[NormPart, int]:
@@ -290,12 +314,14 @@ def build_plan(
             continue
         stepped.append((position, index, group, name, param, state))
         if storage.state_dtype == torch.int8:
-            if group["amsgrad"] and storage.quantizes(param):
+            wide = [of.when for of in algorithm_of(group).states_of(group) if not of.is_moment]
+            if wide and storage.quantizes(param):
                 what = _called(name or position)
-                raise ValueError(f"{what} has 8-bit moments, which amsgrad does not support")
+                raise ValueError(f"{what} has 8-bit moments, which {wide[0]} does not support")
             _fit_kind(param, state, storage)
-        if "step" not in state or (group["amsgrad"] and MOMENTS[2] not in state):
-            reject_incomplete(name or position, state)
+        optional = [of for of in algorithm_of(group).states_of(group) if of.when is not None]
+        if "step" not in state or any(state.keys().isdisjoint((o.name, o.codes)) for o in optional):
+            reject_incomplete(name or position, state, group)
             lacking.append((group, param, state))
     init_param_states(lacking, storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
@@ -314,7 +340,7 @@ def build_plan(
         local = local_tensor(param)
         copy = getattr(local, "low_precision_copy", None)  # torchopt_ext/fsdp.py
         if copy is not None:
-            held[1 + len(MOMENTS)] = param
+            held[1 + _C.STATES] = param
         tensors = [None if value is None else local_tensor(value) for value in held]
         if copy is not None:
             tensors[0] = copy
@@ -328,6 +354,7 @@ def build_plan(
         optimizer.param_groups,
         optimizer.state,
         rows,
+        [algorithm_of(group).name for group in optimizer.param_groups],
         [device for device, _ in parts],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, is_flat, local_shape_and_offset
+from torchopt_ext.optim.algorithms import State
 from torchopt_ext.optim.local import PLAIN, inner_tensors, local_tensor
-from torchopt_ext.optim.quantized import CODES, CODES_OF, can_quantize
+from torchopt_ext.optim.quantized import CODES, can_quantize
 
 MasterWeights = Literal["fp32", "remainder", "remainder8"]
 StateDtype = torch.dtype | Literal["int8"]
@@ -58,9 +59,15 @@ class Storage:
         eight_bits = self.state_dtype == torch.int8 and id(param) not in self.fp32_moments
         return eight_bits and can_quantize(param)
 
-    def moments(self, param: Tensor) -> dict[str, torch.dtype]:
-        """Returns the entries that hold a parameter's two moments, with dtypes."""
-        return CODES if self.quantizes(param) else dict.fromkeys(CODES_OF, self.float_dtype(param))
+    def entries(self, param: Tensor, states: Iterable[State]) -> dict[str, torch.dtype]:
+        """Returns the entries that hold a parameter's states, with dtypes."""
+        quantizes, dtype = self.quantizes(param), self.float_dtype(param)
+        return {
+            state.codes if quantizes and state.is_moment else state.name: (
+                CODES[state.codes] if quantizes and state.is_moment else dtype
+            )
+            for state in states
+        }
 
     def float_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's moments that are not codes."""

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.algorithms import ADAM, STATES, State
 from torchopt_ext.optim.local import (
     PLAIN,
     inner_tensors,
@@ -23,7 +24,7 @@ from torchopt_ext.optim.local import (
 from torchopt_ext.optim.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
 from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = tuple(STATES)
 # Options for how a step is computed, not what: a state dict does not decide them.
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
@@ -33,17 +34,23 @@ MASTERS = {MASTER: torch.float32, **REMAINDERS}
 BESIDE = {**MASTERS, **SCALES}
 """Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
-FORMS = (*MOMENTS, *CODES, *SCALES, *MASTERS)
-"""All entries in which moments and weights can be held, of which a state has some."""
+
+def forms_of(states: Sequence[State]) -> tuple[str, ...]:
+    """Returns the entries in which states and weights can be held; a parameter has some."""
+    coded = [state for state in states if state.is_moment]
+    names = [state.name for state in states]
+    return (*names, *(s.codes for s in coded), *(s.scale for s in coded), *MASTERS)
+
+
 ABSENT = "not in the state dict"
 """Stands for an entry that there is not, where torch fills only entries that there are. The entry
 of a sharded parameter is the parameter itself, which says how to cut: not its scales."""
 
-_BY_ELEMENT = "exp_inf momentum_buffer square_avg grad_avg acc_delta sum ax prev step_size"
+_BY_ELEMENT = "exp_inf square_avg grad_avg acc_delta sum ax prev step_size"
 SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
 """Entries of torch.optim's classes that have one value for each element of the parameter."""
 
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
+_ADAM = ("step", *ADAM.required)
 REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
     torch.optim.Adagrad: ("step", "sum"),
@@ -107,8 +114,9 @@ def control_problem(fields: Any) -> str | None:
 
 def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
     """Returns the entries that a parameter's state always has; None for an unknown class."""
-    own: tuple[str, ...] | None = getattr(optimizer_class, "required_state", None)
-    return REQUIRED.get(optimizer_class) if own is None else own
+    if hasattr(optimizer_class, "defaults_for"):  # FusedOptimizer: a group decides about more
+        return ("step",)
+    return REQUIRED.get(optimizer_class)
 
 
 def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: Any) -> str | None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext import _C
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import OTHER_FORM
 from torchopt_ext.optim.state import drop_replaced
@@ -43,9 +44,9 @@ class _Writes(NamedTuple):
 
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
-_FIXED = {"amsgrad", "decoupled_weight_decay", "bias_correction"}
+_FIXED = {"algorithm", "amsgrad", "decoupled_weight_decay", "bias_correction"}
 # Options that are absent without a learning-rate scheduler, and in older versions of torch.
-_OPTIONAL = {"initial_lr", "decoupled_weight_decay", "bias_correction"}
+_OPTIONAL = {"initial_lr", "algorithm", "decoupled_weight_decay", "bias_correction"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 
@@ -254,8 +255,8 @@ def _adam_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     device = param.device if group["capturable"] or group["fused"] else "cpu"
     dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
     step = torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)
-    moments = entries.MOMENTS if group["amsgrad"] else entries.MOMENTS[:2]
-    return {"step": step} | {name: torch.zeros_like(param) for name in moments}
+    moments = ADAM.states_of(group)
+    return {"step": step} | {state.name: torch.zeros_like(param) for state in moments}
 
 
 def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:

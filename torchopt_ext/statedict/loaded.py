@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
+from torchopt_ext.optim.algorithms import STATES, algorithm_in, algorithm_of
 from torchopt_ext.optim.local import local_tensor, on_mesh_of
 from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES
 from torchopt_ext.optim.storage import Storage
@@ -33,6 +34,7 @@ from torchopt_ext.statedict.entries import (
 from torchopt_ext.statedict.moments import code_problems, has_codes
 
 _NEEDED = {"lr", "betas", "eps", "weight_decay"}  # options of a group in any version of torch
+_WIDE = {state.when for state in STATES.values() if not state.is_moment}
 _REGROUPED = "build the groups that were saved, or save with flatten_optimizer_state_dict=True"
 
 SHOWN = 5
@@ -100,13 +102,21 @@ class Loaded:
         if found := control_problem(self.control):
             yield found
         required = required_of(type(optimizer))
+        fused = hasattr(optimizer, "defaults_for")
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
         known = enumerate(zip(self.groups, optimizer.param_groups, strict=True))
         pairs = [*known] if required is not None else []
         for number, (group, own) in pairs:
+            kind = algorithm_in(group) if fused else None
+            if kind is not None and kind is not algorithm_of(own):
+                yield f"group {number} is of {kind.name}, expected {algorithm_of(own).name}"
+                return
             if lacking := (_NEEDED & own.keys()) - group.keys():
                 yield f"group {number} {_lacks(lacking, group, optimizer)}"
-        for slot in self.slots:
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for slot, group in zip(self.slots, groups, strict=True):
+            if fused:
+                required = ("step", *algorithm_of(group).required)
             for name in required or () if slot.entry else ():
                 if name not in slot.entry and OTHER_FORM.get(name) not in slot.entry:
                     yield f"{slot.called(name)} {MISSING}"
@@ -121,8 +131,8 @@ class Loaded:
             for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
                 if found := option_problem(name, group[name], own[name]):
                     yield f"{name} of group {number} {found}"
-                elif name == "amsgrad" and group[name] and storage.state_dtype == torch.int8:
-                    yield f"group {number} has amsgrad, which 8-bit moments do not support"
+                elif name in _WIDE and group[name] and storage.state_dtype == torch.int8:
+                    yield f"group {number} has {name}, which 8-bit moments do not support"
 
 
 def _lacks(names: Iterable[str], group: Mapping[str, Any], optimizer: Any) -> str:

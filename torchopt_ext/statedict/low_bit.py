@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.local import as_placed
-from torchopt_ext.statedict.entries import MOMENTS
 from torchopt_ext.statedict.loaded import Slot
 
 # bitsandbytes/optim/optimizer.py: a state dict has the codes, their values and scales directly, or
@@ -27,7 +27,7 @@ def dequantized(slot: Slot) -> Slot:
     entry = dict(slot.entry)
     if isinstance(wrapped := entry.pop(_WRAPPED, None), Mapping):
         entry |= wrapped
-    for number, name in enumerate(MOMENTS[:2], 1):
+    for number, name in enumerate(ADAM.required, 1):
         keys = [f"{kind}{number}" for kind in ("state", "absmax", "qmap")]
         state, scales, values = map(entry.get, keys)
         if isinstance(state, Tensor) and state.is_floating_point():  # a small parameter's moment
@@ -38,6 +38,17 @@ def dequantized(slot: Slot) -> Slot:
             entry = {key: value for key, value in entry.items() if key not in keys}
             entry[name] = found
     return replace(slot, entry={name: _plain(value) for name, value in entry.items()})
+
+
+def with_step(slot: Slot) -> Slot:
+    """Returns the slot with a step count of 1 for torch.optim.SGD's momentum, which has none.
+
+    A buffer that is None, before the first step, is dropped.
+    """
+    if "step" in slot.entry or "momentum_buffer" not in slot.entry:
+        return slot
+    held = {name: value for name, value in slot.entry.items() if value is not None}
+    return replace(slot, entry=held and {"step": torch.ones(()), **held})
 
 
 def _of_blocks(codes: Any, scales: Any, values: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
+from torchopt_ext.optim.algorithms import STATES
 from torchopt_ext.optim.local import as_placed, local_tensor, placed
 from torchopt_ext.optim.quantized import (
     CODES,
@@ -28,8 +29,6 @@ _ELEMENTS = 1 << 18
 _ANY_SCALE = tuple(f"{name}_scale" for name in CODES_OF)
 """How the names of scales begin, in every version of the format."""
 _CODED = CODES.keys() | SCALES.keys()
-_CODES = {"exp_avg": 127.0, "exp_avg_sq": 256.0}
-"""Steps of a scale up to the largest magnitude of its group."""
 
 
 def has_codes(entry: Mapping[str, Any]) -> bool:
@@ -43,7 +42,8 @@ def code_problems(entry: Mapping[str, Any], param: Tensor) -> Iterator[tuple[str
         if name not in SCALES and name.startswith(_ANY_SCALE):
             yield name, f"is of another format of 8-bit moments, expected {', '.join(SCALES)}"
             return
-    for name in (*CODES, *SCALES):
+    coded = [name for scale, name in SCALES.items() if scale in entry or CODES_OF[name] in entry]
+    for name in (*(CODES_OF[of] for of in coded), *(STATES[of].scale for of in coded)):
         if name not in entry:
             yield name, "is missing beside 8-bit moments"
         elif param.is_complex() or param.dim() < 2:
@@ -63,6 +63,8 @@ def fit_moments(entry: Mapping[str, Any], param: Tensor, quantizes: bool) -> Map
         return entry
     fitted = {k: value for k, value in entry.items() if k not in SCALES and k not in OTHER_FORM}
     for scale, name in SCALES.items():
+        if (name if quantizes else CODES_OF[name]) not in entry:
+            continue
         if quantizes:
             codes, scales = quantize(name, local_tensor(entry[name]))
             fitted[CODES_OF[name]] = as_placed(codes, param)
@@ -93,14 +95,14 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(moment.shape, dtype=CODES[CODES_OF[name]], device=moment.device)
     scales = torch.empty(scale_shape(moment), dtype=torch.float32, device=moment.device)
     by_row = codes.flatten(1)
-    is_root = name == "exp_avg_sq"  # a root's code c stands for c + 1 steps
+    is_root = STATES[name].as_root  # a root's code c stands for c + 1 steps
     for own in _blocks(moment):
         rows = moment[own].reshape(-1, by_row.shape[1]).float()
         grouped = pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), scales.shape[1], GROUP)
         # In double: torch's float32 root is not correctly rounded if it comes from MKL.
         value = grouped.double().sqrt().float() if is_root else grouped
         most = value.abs().amax(-1)
-        scale = most / torch.full_like(most, _CODES[name])
+        scale = most / torch.full_like(most, 256.0 if is_root else 127.0)
         inverse = (1 / scale).clamp(max=2.0**126).unsqueeze(-1)
         code = (value * inverse).round()
         code = (code - 1).clamp(0.0, 255.0) if is_root else code.clamp(-128.0, 127.0)
@@ -120,7 +122,7 @@ def dequantize(name: str, codes: Tensor, scales: Tensor, groups: Tensor | None =
     for own in _blocks(codes):
         code = codes[own].reshape(-1, by_row.shape[1]).float()
         scale = scales[own][:, groups.to(scales.device)].to(codes.device)
-        by_row[own] = code * scale if name == "exp_avg" else ((code + 1) * scale).square()
+        by_row[own] = ((code + 1) * scale).square() if STATES[name].as_root else code * scale
     return moment
 
 

@@ -20,7 +20,7 @@ from torchopt_ext.containers.build import (
     reject_ineffective,
     warn_of_lost_updates,
 )
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.optim.groups import KINDS, expect_found, params_matching
@@ -127,7 +127,9 @@ def clips_in_step(optimizers: OptimizersContainer[Any]) -> bool:
     A TrainSpec may build other optimizers. ZeroRedundancyOptimizer's inner optimizer is `optim`.
     """
     stepping = [getattr(optimizer, "optim", optimizer) for optimizer in optimizers]
-    return all(isinstance(one, FusedAdam) and one.max_grad_norm is not None for one in stepping)
+    return all(
+        isinstance(one, FusedOptimizer) and one.max_grad_norm is not None for one in stepping
+    )
 
 
 def build_for_stage(
@@ -146,7 +148,7 @@ def build_for_stage(
     with as_config_error(), fail_together(process_group):
         optimizers = build()
     for optimizer in optimizers:
-        if isinstance(optimizer, FusedAdam):
+        if isinstance(optimizer, FusedOptimizer):
             optimizer.process_group = process_group
     own = [
         (unwrapped(name), str(param.dtype).removeprefix("torch."))

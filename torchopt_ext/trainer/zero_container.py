@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.optimizers import with_fp32_moments
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import fail_together
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import dcp, flat
@@ -38,7 +38,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
     def __init__(
         self,
         model_parts: list[nn.Module],
-        optimizer_cls: type[FusedAdam],
+        optimizer_cls: type[FusedOptimizer],
         optimizer_kwargs: dict[str, Any],
         *,
         partition: str,
@@ -60,7 +60,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         name_of = {param: name for name, param in self.model_parts[0].named_parameters()}
         return [name_of[param] for param in params_of(self)]
 
-    def _fused(self) -> list[FusedAdam]:
+    def _fused(self) -> list[FusedOptimizer]:
         return [self._zero.optim]
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map, register_functional_optim
 
 from torchopt_ext import ops
-from torchopt_ext.optim import FusedAdam, FusedAdamW
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
 from torchopt_ext.optim.state import init_param_states, moments_of
 from torchopt_ext.optim.storage import Storage
 
@@ -31,7 +31,7 @@ class FunctionalFusedAdam:
         ValueError: an argument is not available here, or there are no parameters.
     """
 
-    optimizer_class: type[FusedAdam] = FusedAdam
+    optimizer_class: type[FusedOptimizer] = FusedAdam
 
     def __init__(
         self, params: Sequence[Tensor], *, _allow_empty_param_list: bool = False, **defaults: Any

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.local import is_flattened
 from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.entries import REQUIRED
@@ -54,7 +54,7 @@ def check_elementwise(optimizer_class: Any) -> None:
     An element-wise optimizer may step any part of a parameter. Subclasses of torch's classes are
     rejected, because they may do anything.
     """
-    fused = isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedAdam)
+    fused = isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedOptimizer)
     if not fused and optimizer_class not in REQUIRED:
         known = ", ".join(cls.__name__ for cls in REQUIRED)
         raise ValueError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import collective, fail_together, wait
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
@@ -56,10 +56,10 @@ def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
     return tuple(part.tensor for part in local_parts(zero) if part.param in chosen)
 
 
-def fused(zero: ZeroRedundancyOptimizer) -> FusedAdam:
+def fused(zero: ZeroRedundancyOptimizer) -> FusedOptimizer:
     """Returns the local optimizer. Raises AttributeError unless it is FusedAdam or FusedAdamW."""
     optim = getattr(zero, "optim", None)
-    if not isinstance(optim, FusedAdam):
+    if not isinstance(optim, FusedOptimizer):
         found = "not built yet" if optim is None else f"a {type(optim).__name__}"
         raise AttributeError(f"the local optimizer is {found}, expected FusedAdam or FusedAdamW")
     return optim
@@ -115,7 +115,7 @@ def build(zero: ZeroRedundancyOptimizer) -> None:
         return
     groups = range(len(zero.param_groups))
     zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
-    if isinstance(zero.optim, FusedAdam):
+    if isinstance(zero.optim, FusedOptimizer):
         zero.optim.process_group = zero.process_group  # the ranks that share norm and skip
         zero.optim._device_without_params = zero._default_device
         if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
@@ -133,7 +133,7 @@ def sync(zero: ZeroRedundancyOptimizer) -> None:
     The local optimizer gets its parts' places: random rounding and digests count whole parameters.
     """
     zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
-    if isinstance(zero.optim, FusedAdam):
+    if isinstance(zero.optim, FusedOptimizer):
         index = {param: index for index, param in enumerate(zero._all_params)}
         zero.optim.parameter_places = {
             part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in local_parts(zero)
@@ -171,7 +171,7 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
         agreement.took_gradients = True
         context = zero._take_gradients(context)
         take_written_weights(zero)
-        agrees = context.agreement is not None and not isinstance(zero.optim, FusedAdam)
+        agrees = context.agreement is not None and not isinstance(zero.optim, FusedOptimizer)
         if agrees and agreement.pending:  # LBFGS calls a closure more often on some ranks
             if kwargs.keys() - {"closure"}:
                 inspect.signature(zero.optim.step).bind(**kwargs)
@@ -188,7 +188,7 @@ def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict
     if context.agreement is not None:
         # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
         # norm, not for the update, before it sends updates, which a rejecting rank would not join.
-        if isinstance(zero.optim, FusedAdam):
+        if isinstance(zero.optim, FusedOptimizer):
             agreement.accepted = False  # until the answer is known
         zero.verdict.check(waits=True)
     zero.partition.finish_step()
@@ -282,7 +282,7 @@ def rejects_if_raised(hook: Callable[..., Any]) -> Callable[..., Any]:
             if not zero._overlap_with_ddp:  # with overlap, step() does nothing
                 given, named = args
                 agreement = Agreement(in_closure=len(given) > 1 or "closure" in named)
-                reject(zero, agreement, with_norm=isinstance(zero.optim, FusedAdam))
+                reject(zero, agreement, with_norm=isinstance(zero.optim, FusedOptimizer))
             raise
 
     return wrapper

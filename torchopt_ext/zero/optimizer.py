@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.context import ALONE, StepContext
@@ -254,7 +254,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if not self._out_of_data:
             Join.notify_join_context(self)  # raises on all ranks, if the context is to end early
         context, agreement = self._context, Agreement()
-        fused = isinstance(self.optim, FusedAdam)
+        fused = isinstance(self.optim, FusedOptimizer)
         if self.world_size > 1:
             context = context._replace(agreement=agreement)
         if closure is not None:

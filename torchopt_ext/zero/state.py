@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchopt_ext.optim import FusedAdam
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.hooks import run_hooks
 from torchopt_ext.optim.quantized import CODES, can_quantize
@@ -66,7 +66,7 @@ def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
         del extra["param_groups"]
     else:  # a functional optimizer
         extra, state = {}, {numbers[param]: entry for param, entry in zero.optim.state.items()}
-    if isinstance(zero.optim, FusedAdam):
+    if isinstance(zero.optim, FusedOptimizer):
         extra[CONTROL_KEY] = control_entry(zero.optim.saved_control())
     index_of = {param: index for index, param in enumerate(zero._all_params)}
     pieces: Pieces = {}
@@ -138,13 +138,13 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         parts = local_parts(zero)
         hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, zero.param_groups)
-        if isinstance(zero.optim, FusedAdam):
+        if isinstance(zero.optim, FusedOptimizer):
             loaded.slots = [*map(dequantized, loaded.slots)]
         raise_problems(loaded.problems(zero.optim, parts=True))
         owned = {part.param: part for part in parts}
         slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}
         if names_params(hooked):  # torch's functions know nothing of other ranks and of parts
-            fused = isinstance(zero.optim, FusedAdam) and hooked["state"]
+            fused = isinstance(zero.optim, FusedOptimizer) and hooked["state"]
             lost = [p for p, slot in slot_of.items() if p.requires_grad and not slot.entry]
             if lost := [p for p in lost if fused or zero.optim.state.get(owned[p].tensor)]:
                 raise ValueError(
@@ -165,7 +165,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
         | {key: own[key] for key in ("params", "param_names") if key in own}
         for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
     ]
-    is_fused = isinstance(zero.optim, FusedAdam)  # its step count is the same on all ranks
+    is_fused = isinstance(zero.optim, FusedOptimizer)  # its step count is the same on all ranks
     before = largest_step(zero.optim.state.values()) if is_fused else 0
     has_state = any(slot.entry for slot in slots)
     text = json.dumps([loaded.control, loaded.counted, before, has_state])

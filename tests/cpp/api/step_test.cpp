@@ -70,7 +70,7 @@ TEST(FusedAdamW, HasTheBitsOfTheOperators) {
   const auto adam = operators.findSchemaOrThrow("torchopt_ext::adam_", "")
                         .typed<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                                     at::TensorList, at::TensorList, const Tensor&, double, double,
-                                    double, double, double, bool, bool, bool)>();
+                                    bool, bool, double, double, double, bool)>();
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     for (const FusedAdamWOptions& options : kVariants) {
       const Tensors ours = some_params(dtype);
@@ -103,8 +103,8 @@ TEST(FusedAdamW, HasTheBitsOfTheOperators) {
         control_update.call(control, accumulator, std::nullopt, std::nullopt);
         adam.call(theirs, gradients, moments[0], moments[1],
                   options.amsgrad() ? moments[2] : Tensors{}, counts, control, options.lr(),
-                  std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(),
                   options.weight_decay(), options.decoupled_weight_decay(), /*maximize=*/false,
+                  std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(),
                   /*bias_correction=*/true);
         ASSERT_TRUE(same(ours, theirs)) << dtype << " step " << step;
         ASSERT_TRUE(fused.grad_norm().equal(control[2]));

@@ -121,35 +121,35 @@ void launch_digest(const DigestArgs& args, cudaStream_t stream) {
 }
 
 template <int kTensors>
-void launch_prepare(const AdamArgs& args, const GradientsOf<kTensors>& gradients,
+void launch_prepare(const UpdateArgs& args, const GradientsOf<kTensors>& gradients,
                     const ParamGroups& groups, cudaStream_t stream) {
   const Launch launch(gradients.count, stream);
   for (int i = 0; i < gradients.count; ++i) {
     prepare_body(i, args, gradients, groups);
   }
 }
-template void launch_prepare(const AdamArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
-template void launch_prepare(const AdamArgs&, const SomeGradients&, const ParamGroups&,
+template void launch_prepare(const UpdateArgs&, const Gradients&, const ParamGroups&, cudaStream_t);
+template void launch_prepare(const UpdateArgs&, const SomeGradients&, const ParamGroups&,
                              cudaStream_t);
-template void launch_prepare(const AdamArgs&, const FewGradients&, const ParamGroups&,
+template void launch_prepare(const UpdateArgs&, const FewGradients&, const ParamGroups&,
                              cudaStream_t);
 
-void launch_adam(AdamKind kind, const AdamArgs& args, int64_t chunk_count, cudaStream_t stream) {
-  for_each_block(chunk_count, kAdamThreads, stream, [&](const HostCta& cta) {
+void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, cudaStream_t stream) {
+  for_each_block(chunk_count, kUpdateThreads, stream, [&](const HostCta& cta) {
     with_kind(kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });
   });
 }
 
-void launch_adam_traced(AdamKind kind, const AdamArgs& args, const TraceArgs& traces,
+void launch_traced(Kind kind, const UpdateArgs& args, const TraceArgs& traces,
                         int64_t chunk_count, cudaStream_t stream) {
-  for_each_block(chunk_count, kAdamThreads, stream, [&](const HostCta& cta) {
+  for_each_block(chunk_count, kUpdateThreads, stream, [&](const HostCta& cta) {
     TracedShared shared;
     with_kind(kind,
-              [&](auto constant) { adam_traced_body<constant()>(cta, shared, args, traces); });
+              [&](auto constant) { traced_body<constant()>(cta, shared, args, traces); });
   });
 }
 
-void launch_sum_traces(int64_t tensor_count, const AdamArgs& args, const TraceArgs& traces,
+void launch_sum_traces(int64_t tensor_count, const UpdateArgs& args, const TraceArgs& traces,
                        cudaStream_t stream) {
   const Launch launch(tensor_count, stream);
   for (int64_t i = 0; i < tensor_count; ++i) {

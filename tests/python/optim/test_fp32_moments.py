@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, ZeroRedundancyOptimizer, param_groups
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.optim.quantized import CODES, CODES_OF, SCALES
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.statedict.dcp import load
 
 from .subject import assert_same_bits
+
+CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
+CODES_OF = {m.name: m.codes for m in ADAM.moments}
+SCALES = {m.scale: m.name for m in ADAM.moments}
 
 pytestmark = pytest.mark.newest_torch
 INT8: dict[str, Any] = {"lr": 1e-2, "state_dtype": "int8"}

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 import torchopt_ext
 from torchopt_ext import FusedAdamW
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import CODES, can_quantize
+from torchopt_ext.optim.quantized import can_quantize
 
 from . import independent
 from .independent import Floats, fma
+
+CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 
 pytestmark = pytest.mark.newest_torch
 

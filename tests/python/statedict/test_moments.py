@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim.quantized import CODES, CODES_OF, SCALES
+from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.statedict.dcp import load
 from torchopt_ext.statedict.moments import dequantize, quantize
 
 from ..optim.subject import assert_same_bits
+
+CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
+CODES_OF = {m.name: m.codes for m in ADAM.moments}
+SCALES = {m.scale: m.name for m in ADAM.moments}
 
 BF16 = torch.bfloat16
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
@@ -54,12 +58,12 @@ def train(model: nn.Module, optimizer: Any, seed: int) -> None:
 def expected_codes(name: str, moment: Tensor) -> tuple[Any, Any]:
     """Computes docs/numerics.md section 11, rounded to nearest."""
     rows = moment.flatten(1).numpy()
-    value = rows if name == "exp_avg" else np.sqrt(rows)
+    value = rows if name != "exp_avg_sq" else np.sqrt(rows)
     most = np.maximum.reduceat(abs(value), range(0, rows.shape[1], 64), axis=1)
-    scale = most / np.float32(127 if name == "exp_avg" else 256)
+    scale = most / np.float32(127 if name != "exp_avg_sq" else 256)
     each = scale[:, np.arange(rows.shape[1]) // 64]
     code = np.rint(value * (np.float32(1) / np.maximum(each, np.float32(2**-126))))
-    code = code if name == "exp_avg" else np.maximum(code - 1, 0)
+    code = code if name != "exp_avg_sq" else np.maximum(code - 1, 0)
     return code.reshape(moment.shape), scale
 
 
@@ -77,7 +81,7 @@ def test_codes_are_the_documented_ones_and_keep(name: str, shape: tuple[int, ...
     back = dequantize(name, codes, scales)
     again, _ = quantize(name, back)
     assert again.equal(codes)
-    assert not (back == 0)[moment > 0].any() or name == "exp_avg"
+    assert not (back == 0)[moment > 0].any() or name != "exp_avg_sq"
 
 
 def test_what_is_not_finite_stays_so() -> None:

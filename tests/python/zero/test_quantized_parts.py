@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.quantized import CODES_OF, SCALES, can_quantize, scale_shape
+from torchopt_ext.optim.algorithms import ADAM
+from torchopt_ext.optim.quantized import can_quantize, scale_shape
 from torchopt_ext.statedict.moments import quantize
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import Ranks
+
+CODES_OF = {m.name: m.codes for m in ADAM.moments}
+SCALES = {m.scale: m.name for m in ADAM.moments}
 
 SHAPES = [(3, 9000), (1, 9010), (70, 100), (5,), (9, 9), (2, 3, 5000), (0, 64), (333,), (40, 64)]
 

@@ -1,4 +1,4 @@
-// Adam on a register of elements in memory: load, update, round, store. Templates over the lane
+// A step on a register of elements in memory: load, update, round, store. Templates over the lane
 // type (lane.h), whose loads and stores convert. Every CPU build and CUDA share these rules. Lanes
 // are types and values: arithmetic is static, and memory is accessed through a value, because a
 // part of a register knows its length.
@@ -9,7 +9,7 @@
 // their layouts.
 #pragma once
 
-#include "kernels/adam.h"
+#include "kernels/algorithm.h"
 #include "kernels/scaled_copy.h"
 #include "kernels/tensor_work.h"
 
@@ -76,14 +76,18 @@ struct ElementsAt {
                                                                 typename L::scalar factor) const {
     store(layout.grad, kGrad, scaled<L>(g, factor));
   }
-  // Returns exp_avg, or its code for 8-bit moments. The caller only tests whether the value is 0.
-  [[gnu::always_inline]] TORCHOPT_HD R exp_avg() const {
+  // Returns what moves the weights: the first state, its code for 8-bit moments, or the gradient if
+  // there is no state. The caller only tests whether the value is 0.
+  [[gnu::always_inline]] TORCHOPT_HD R mover() const {
+    if ((layout.states & 1) == 0) {
+      return gradient();
+    }
     if constexpr (L::any_layout) {
       if (layout.state == DType::kInt8) {
-        return lane.load_code(address<const int8_t>(kExpAvg));
+        return lane.load_code(address<const int8_t>(kState));
       }
     }
-    return load(layout.state, kExpAvg);
+    return load(layout.state, kState);
   }
 
   // Returns the weight that the update changes.
@@ -135,26 +139,26 @@ struct ElementsAt {
   }
 };
 
-template <class L, class Random>
-[[gnu::always_inline]] TORCHOPT_HD inline void adam_step(const ElementsAt<L>& at,
-                                                         const AdamScalars<typename L::scalar>& s,
-                                                         const StepMode& mode,
-                                                         const Random* random) {
+template <class A, class L, class Random>
+[[gnu::always_inline]] TORCHOPT_HD inline void update_elements(const ElementsAt<L>& at,
+                                                               const Scalars<typename L::scalar>& s,
+                                                               const StepMode& mode,
+                                                               const Random* random) {
   using R = typename L::reg;
-  const DType state = at.layout.state;
-  const bool amsgrad = at.layout.amsgrad;
+  const Layout& layout = at.layout;
   R p = at.weight();
   const R g = at.gradient();
-  R m = at.load(state, kExpAvg);
-  R v = at.load(state, kExpAvgSq);
-  R vmax = amsgrad ? at.load(state, kMaxExpAvgSq) : L::set1(0);
-  adam_registers<L>(s, p, g, m, v, vmax, amsgrad);
-  at.store(state, kExpAvg, m, random);
-  at.store(state, kExpAvgSq, v, random);
+  R state[kMostStates] = {};
+  for_each_state(
+      layout.states, [&](int k) __attribute__((always_inline)) {
+        state[k] = at.load(layout.state, state_array(k));
+      });
+  update_registers<A, L>(s, p, g, state, layout.states);
+  for_each_state(
+      layout.states, [&](int k) __attribute__((always_inline)) {
+        at.store(layout.state, state_array(k), state[k], random);
+      });
   at.store_weight(p, mode, random);
-  if (amsgrad) {
-    at.store(state, kMaxExpAvgSq, vmax, random);
-  }
   if (mode.write_back) {
     at.store_scaled_gradient(g, s.grad_factor);
   }

@@ -1,0 +1,145 @@
+// What an algorithm declares, in a header of its own such as adam.h: its hyperparameters, its
+// states, its kinds of kernels, its scalars and its formula. Everything else follows from the
+// declaration: loops, kernel tables, checks, the operator, and Python's options and state dicts.
+#pragma once
+
+#include "kernels/lane.h"
+#include "kernels/tensor_work.h"
+
+namespace torchopt_ext {
+
+enum class Algorithm : int32_t { kAdam, kLion, kSgd };
+inline constexpr int kAlgorithms = 3;
+
+// The values that a hyperparameter may have. A NaN is out of every range.
+enum class Range : int32_t {
+  kAny,
+  kNonNegative,
+  kBelowOne,  // [0, 1)
+  kFlag,      // 0 or 1
+};
+
+struct HyperSpec {
+  const char* name;  // the operator's argument
+  double usual = 0;  // the default
+  Range range = Range::kAny;
+  const char* invalid = "";   // names the value in the message about one out of range, as torch
+  const char* key = nullptr;  // the key in a param group, if it is not the name
+  int index = -1;             // the number in a group's tuple, such as betas
+  bool may_lack = false;      // groups may lack the key, torch's do
+  bool in_operator = true;    // false: decides about states only
+};
+
+// The hyperparameters of every algorithm, the first ones that it declares.
+enum { kLr, kWeightDecay, kDecoupled, kMaximize, kCommonHypers };
+
+// One param group's hyperparameters, in the order of the declaration.
+inline constexpr int kMostHypers = 9;
+struct Hyper {
+  double value[kMostHypers];
+  TORCHOPT_HD double operator[](int i) const { return value[i]; }
+};
+
+struct StateSpec {
+  const char* name;            // in a state dict
+  const char* when = nullptr;  // the key of a group that asks for the state, if it is not 0
+  // The state may have 8 bits, if the states before it may. As a root: 8 bits hold its root.
+  bool is_moment = false;
+  bool as_root = false;
+};
+
+// What the kernels of a kind know at compile time. Unless the kind is general, the layout and
+// whether the step rounds are constants, and the compiler removes the branches on them.
+struct KindTraits {
+  Layout layout;  // of a general kind only whether the moments have 8 bits
+  bool general = false;
+  bool rounded = false;     // stochastically
+  uint32_t optional = 0;    // the states that may be present besides the layout's
+  bool write_back = false;  // also with StepOptions::write_back_gradients
+  // CPU: whether the main loop takes two registers at once, as it should unless most arrays are
+  // fp32 or fp64, and whether one register at a time follows it.
+  bool pairs = true;
+  bool single_registers = false;
+  // CUDA: the elements that a thread takes at once: 16 bytes of the narrowest array, 4 elements
+  // with branches on types. Blocks on a multiprocessor without and with tracking (cuda/pass_b.cu,
+  // cuda/traced.cu).
+  int width = 8;
+  int blocks = 3;
+  int traced_blocks = 2;
+  Algorithm algorithm = Algorithm::kAdam;
+};
+
+// An update's scalars, rounded once to the compute type T. The algorithm names its own.
+template <class T>
+struct Scalars {
+  T grad_factor, l2, decay, step_size;
+  T own[5];
+  bool maximize, has_l2, has_decay;
+  bool own_flag[2];
+};
+
+// The scalars of one tensor's step in both compute types. Only the tensor's own type is used.
+struct TensorScalars {
+  Scalars<float> as_float;
+  Scalars<double> as_double;
+};
+
+namespace {
+
+template <class T>
+TORCHOPT_HD inline const Scalars<T>& scalars_in(const TensorScalars& scalars) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return scalars.as_double;
+  } else {
+    return scalars.as_float;
+  }
+}
+
+// Returns the scalars of every algorithm. The change of a weight is `step_size` times a direction.
+template <class T>
+TORCHOPT_HD inline Scalars<T> common_scalars(const Hyper& hyper, double grad_factor,
+                                             double step_size) {
+  const bool decoupled = hyper[kDecoupled] != 0.0;
+  const double decay = decoupled ? ScalarLane<double>::mul(hyper[kLr], hyper[kWeightDecay]) : 0.0;
+  const double l2 = decoupled ? 0.0 : hyper[kWeightDecay];
+  Scalars<T> s{};
+  s.grad_factor = static_cast<T>(grad_factor);
+  s.l2 = static_cast<T>(l2);
+  s.decay = static_cast<T>(decay);
+  s.step_size = static_cast<T>(step_size);
+  s.maximize = hyper[kMaximize] != 0.0;
+  s.has_l2 = l2 != 0.0;
+  s.has_decay = decay != 0.0;
+  return s;
+}
+
+// Returns m + w * (g - m), in the form that rounds less. `keeps` is 1 - w.
+template <class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline R moving_average(R m, R g, typename L::scalar w,
+                                                           typename L::scalar keeps, bool small_w) {
+  const R from_m = L::sub(g, m);
+  return small_w ? L::add(m, L::mul(L::set1(w), from_m))
+                 : L::sub(g, L::mul(L::set1(keeps), from_m));
+}
+
+// Updates one register of elements and makes NaNs canonical. The conditions depend only on scalars
+// and layouts, so the branch predictor makes them free.
+template <class A, class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline void update_registers(
+    const Scalars<typename L::scalar>& s, R& p, R g, R (&state)[kMostStates], uint32_t states) {
+  g = L::mul(g, L::set1(s.grad_factor));
+  if (s.maximize) {
+    g = L::neg(g);
+  }
+  if (s.has_l2) {
+    g = L::add(g, L::mul(L::set1(s.l2), p));
+  }
+  R change = L::mul(L::set1(s.step_size), A::template direction<L>(s, g, state, states));
+  if (s.has_decay) {
+    change = L::add(L::mul(L::set1(s.decay), p), change);
+  }
+  p = L::canonical(L::sub(p, change));
+}
+
+}  // namespace
+}  // namespace torchopt_ext

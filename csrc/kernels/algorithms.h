@@ -1,0 +1,59 @@
+// The list of algorithms.
+#pragma once
+
+#include <span>
+#include <tuple>
+
+#include "kernels/adam.h"
+#include "kernels/lion.h"
+#include "kernels/sgd.h"
+
+namespace torchopt_ext {
+namespace {
+
+using Algorithms = std::tuple<Adam, Lion, Sgd>;  // in the order of Algorithm
+
+// Calls f(A{}) for every algorithm A.
+template <class F>
+TORCHOPT_HD constexpr void for_each_algorithm(const F& f) {
+  [&]<class... As>(std::tuple<As...>*) { (f(As{}), ...); }(static_cast<Algorithms*>(nullptr));
+}
+
+// Calls f(A{}) for one algorithm.
+template <class F>
+TORCHOPT_HD constexpr void with_algorithm(Algorithm algorithm, const F& f) {
+  for_each_algorithm([&](auto a) {
+    if (decltype(a)::kId == algorithm) {
+      f(a);
+    }
+  });
+}
+
+// A declaration as values.
+struct Declaration {
+  const char* name;
+  std::span<const HyperSpec> hypers;
+  std::span<const StateSpec> states;
+};
+inline Declaration declaration_of(Algorithm algorithm) {
+  Declaration declaration{};
+  with_algorithm(algorithm, [&](auto a) {
+    using A = decltype(a);
+    declaration = {A::kName, A::kHypers, A::kStates};
+  });
+  return declaration;
+}
+
+// Returns the scalars of a tensor's step.
+template <class T>
+TORCHOPT_HD inline Scalars<T> scalars_of(Algorithm algorithm, const Hyper& hyper, int64_t step,
+                                         double grad_factor) {
+  Scalars<T> scalars{};
+  with_algorithm(algorithm, [&](auto a) {
+    scalars = decltype(a)::template scalars<T>(hyper, step, grad_factor);
+  });
+  return scalars;
+}
+
+}  // namespace
+}  // namespace torchopt_ext

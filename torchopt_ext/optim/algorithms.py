@@ -1,0 +1,216 @@
+"""The algorithms, as their headers in csrc/kernels declare them."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext import _C
+from torchopt_ext.optim.arguments import expect_bools, expect_numbers
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyperparameter of a param group.
+
+    Attributes:
+        name: the operator's argument.
+        key: the key in a group.
+        index: the position in the tuple at the key, or -1.
+        default: the default value.
+        may_lack: groups may lack the key, which then has the default.
+        in_operator: it is an argument of the operator; otherwise it only decides about states.
+    """
+
+    name: str
+    key: str
+    index: int
+    default: bool | float
+    may_lack: bool
+    in_operator: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """A state that has a value for each element of a parameter.
+
+    Attributes:
+        name: the entry in a parameter's state.
+        when: the key of a group that asks for the state, by a value that is true; None: always.
+        is_moment: may be held in 8 bits: as ``codes``, with ``scale``.
+        as_root: 8 bits hold the root, unsigned.
+    """
+
+    name: str
+    when: str | None
+    is_moment: bool
+    as_root: bool
+
+    @property
+    def codes(self) -> str:
+        """The entry with 8-bit codes. Functions of torch do not find it, and so take no codes for
+        values."""
+        return f"{self.name}_codes"
+
+    @property
+    def scale(self) -> str:
+        """The entry with the scales of the codes. The number is the version of the format."""
+        return f"{self.name}_scale_v2"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    hypers: tuple[Hyper, ...]
+    states: tuple[State, ...]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default of each key of a group."""
+        found: dict[str, Any] = {}
+        for hyper in self.hypers:
+            value = hyper.default
+            found[hyper.key] = value if hyper.index < 0 else (*found.get(hyper.key, ()), value)
+        return found
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The states that every parameter has."""
+        return tuple(state.name for state in self.states if state.when is None)
+
+    @property
+    def moments(self) -> tuple[State, ...]:
+        """The states that may have 8 bits."""
+        return tuple(state for state in self.states if state.is_moment)
+
+    def states_of(self, group: Mapping[str, Any]) -> Sequence[State]:
+        """Returns the states that the parameters of a group have."""
+        return [state for state in self.states if state.when is None or group.get(state.when)]
+
+    def arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a group's values as arguments of the operator."""
+        given = {**self.defaults, **group}
+        return {
+            hyper.name: given[hyper.key] if hyper.index < 0 else given[hyper.key][hyper.index]
+            for hyper in self.hypers
+            if hyper.in_operator
+        }
+
+
+def _declared() -> dict[str, Algorithm]:
+    return {
+        name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states))
+        for name, (hypers, states) in _C.algorithms().items()
+    }
+
+
+ALGORITHMS = _declared()
+ADAM = ALGORITHMS["adam"]
+_NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
+"""The algorithm of each value that a group may have under "algorithm"."""
+
+STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in algorithm.states}
+"""The states of all algorithms by name. A name means the same in each."""
+
+
+SHARED = ("lr", "weight_decay", "maximize")
+"""The keys whose defaults groups of all algorithms take from the optimizer."""
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """Returns the default of each key that a group of an algorithm has, in torch's order of keys.
+
+    Groups lack what torch's groups lack, and Adam's groups the key "algorithm".
+    """
+    algorithm = algorithm_of({"algorithm": name})
+    lacking = {hyper.key for hyper in algorithm.hypers if hyper.may_lack}
+    found = {key: v for key, v in algorithm.defaults.items() if key not in lacking}
+    if name == "adamw":
+        return found | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
+    return found if algorithm is ADAM else found | {"algorithm": name}
+
+
+def keys_of(name: str) -> list[str]:
+    """Returns every key that a group of an algorithm may have for it."""
+    return ["algorithm", *algorithm_of({"algorithm": name}).defaults]
+
+
+def reject_unknown(names: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raises TypeError if a name is none of the known names; the message has the nearest."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{what} has no argument {name!r}{hint}")
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """Rejects hyperparameters of a group that are of a wrong type or out of range.
+
+    Raises:
+        TypeError, ValueError: as :func:`numbers_of`, or a value is out of range.
+    """
+    numbers, lr = numbers_of(group), group.get("lr", 0.0)
+    if not isinstance(lr, Tensor) and lr < 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    _C.check_hypers(algorithm_of(group).name, numbers)
+
+
+def numbers_of(group: Mapping[str, Any]) -> list[float]:
+    """Returns a group's hyperparameters in the order of the declaration; a tensor lr is 0.
+
+    Raises:
+        TypeError, ValueError: a value is not a number or bool.
+    """
+    algorithm = algorithm_of(group)
+    given = {**algorithm.defaults, **group}
+    lr = given["lr"]
+    numbers = []
+    for hyper in algorithm.hypers:
+        value = given[hyper.key]
+        if isinstance(hyper.default, bool):
+            expect_bools(**{hyper.name: value})
+        elif hyper.index < 0:
+            expect_numbers(**{hyper.key: value})
+        else:
+            try:
+                first, second = value
+            except (TypeError, ValueError):
+                raise TypeError(f"{hyper.key} is {value!r:.200}, expected two numbers") from None
+            value = (first, second)[hyper.index]
+            expect_numbers(**{f"{hyper.key}[{hyper.index}]": value})
+        # The device has a learning rate that is a tensor: reading it would wait.
+        numbers.append(0.0 if value is lr and isinstance(lr, Tensor) else float(value))
+    if isinstance(lr, Tensor) and (lr.is_complex() or lr.dtype == torch.bool):
+        raise ValueError(f"Tensor lr has dtype {lr.dtype}, expected a real number")
+    return numbers
+
+
+def algorithm_in(group: Mapping[str, Any]) -> Algorithm | None:
+    """Returns the algorithm of a saved group, which may be torch's; None if nothing tells."""
+    if "algorithm" in group:
+        return algorithm_of(group)
+    for algorithm in sorted(ALGORITHMS.values(), key=lambda of: -len(of.hypers)):
+        needed = {hyper.key for hyper in algorithm.hypers if not hyper.may_lack}
+        if needed - {"maximize", "amsgrad", "decoupled_weight_decay"} <= group.keys():
+            return algorithm
+    return None
+
+
+def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
+    """Returns the algorithm that steps a group.
+
+    Raises:
+        ValueError: there is no algorithm of this name.
+    """
+    name = group.get("algorithm", "adam")
+    if name not in _NAMES:
+        nearest = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"there is no algorithm {name!r}, expected one of {', '.join(map(repr, _NAMES))}; did "
+            f"you mean {nearest!r}?"
+        )
+    return ALGORITHMS[_NAMES[name]]
