@@ -123,7 +123,7 @@ class StepOptions:
         Raises:
             TypeError: there is no such argument; the message names the nearest.
         """
-        for name in arguments.keys() - DEFAULTS.keys():
+        for name in sorted(arguments.keys() - DEFAULTS.keys()):
             near = difflib.get_close_matches(name, inspect.signature(owner).parameters, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(

@@ -5,7 +5,6 @@ need it because they update one bucket's parameters at a time.
 """
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.optim.utils import functional_optim_map, register_functio
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
+from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.state import init_param_states, moments_of
 from torchopt_ext.optim.storage import Storage
 
@@ -39,9 +39,7 @@ class FunctionalFusedAdam:
         if not params and not _allow_empty_param_list:
             raise ValueError("optimizer got an empty parameter list")
         checked = self.optimizer_class([torch.zeros(1)], **defaults)
-        plain = self.optimizer_class([torch.zeros(1)])
-        settings = operator.attrgetter("_settings", "_storage", "_options")
-        if settings(checked) != settings(plain):
+        if checked.options != StepOptions():
             raise ValueError(
                 f"steps inside DDP's backward have no norms, skipped steps, master "
                 f"weights, state dtypes, random rounding or tracking; got {defaults}"
