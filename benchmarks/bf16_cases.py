@@ -105,7 +105,9 @@ def streams_of(
         held = [(g, p) for g, p in pairs if SCALES.keys() & optimizer.state[p].keys()]
         gradients, params = [g for g, _ in held], [p for _, p in held]
     state = [optimizer.state[p] for p in params]
-    moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
+    codes = "_codes" if implementation == INT8 else ""
+    names = (f"exp_avg{codes}", f"exp_avg_sq{codes}")
+    moments = [[entry[name] for entry in state] for name in names]
     if implementation == MASTERS:
         return [gradients, [kept_beside(entry) for entry in state], *moments, params]
     if implementation in (REMAINDER, INT8):

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 
 from shapes import GPT2, SETS, SMALL, Shapes, parameters
 
+from torchopt_ext.cli.terminal import table as columns
+
 # Pass A (csrc/kernels/block_rule.h): a warp takes whole rows or a block of one row at a time, and
 # rows shorter than SHORT_ROW as one stream. A thread block has WARPS warps, which loop.
 SHORT_ROW, NORM_CHUNK, WARPS = 64, 4096, 8
@@ -136,7 +138,7 @@ def cost(model: str, shapes: Shapes, types: Types) -> Step:
 def table(steps: list[Step]) -> str:
     header = ["tensors", "types", "MB, A", "MB, B", "blocks, A", "waves", "blocks, B", "waves"]
     header += ["launches", *[f"us at {b} TB/s" for b in BANDWIDTHS]]
-    rows = [header]
+    rows = []
     for step in steps:
         a, b = step.passes
         rows.append(
@@ -149,14 +151,7 @@ def table(steps: list[Step]) -> str:
                 *[f"{step.microseconds[bandwidth]:,.0f}" for bandwidth in BANDWIDTHS],
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if i < 2 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = [columns(header, rows, 2)]
     for step in steps:
         if step.torch_microseconds is not None:
             times = ", ".join(

@@ -64,9 +64,9 @@ def main() -> None:
     ]
     reached = targets(rows, counted)
     sections = {
-        "Operators that a step dispatches, by the number of tensors": report.aligned(
-            [header, *lines], 2
-        ),
+        "Operators that a step dispatches, by the number of tensors": report.table(
+            header, lines, 2
+        ).splitlines(),
         "Targets": [str(target) for target in reached],
     }
     content = {"counted": counted, "targets": [vars(target) for target in reached]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from cases import FOREACH, FUSED, OURS
 from operators import Operators
 from ranks import sample
-from timing import orders
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli.timing import in_turn
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 
@@ -67,12 +68,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     calls = [clip_and_step(name, tensors, elements) for name in IMPLEMENTATIONS]
-    samples: list[list[float]] = [[] for _ in calls]
     for call in calls:  # creates state and plans
         call()
-    for order in orders(len(calls), rounds):
-        for index in order:
-            samples[index].append(sample(calls[index]))
+    samples = zip(*islice(in_turn(calls, sample), rounds), strict=True)
     result = {
         "samples": dict(zip(IMPLEMENTATIONS, samples, strict=True)),
         "operators": {

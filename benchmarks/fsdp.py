@@ -40,7 +40,7 @@ def main() -> None:
     lines = [(kind, *map("{:.2f}".format, result["bytes"][kind])) for kind in IMPLEMENTATIONS]
     sections = {
         "Bytes that are read and written for an element of a shard, what is sent and received left "
-        "out": report.aligned([header, *lines], 1)
+        "out": report.table(header, lines).splitlines()
     }
     print(report.write(sections, rows, about, {"bytes": result["bytes"]}, options.out))
 

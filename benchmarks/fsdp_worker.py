@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 from ranks import sample
 from shapes import GPT2, QUICK_SETS, SETS, Shapes
-from timing import orders
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli.timing import in_turn
 from torchopt_ext.fsdp import keep_low_precision_shards
 
 CAST, KEPT = "FSDP2 casts", "low-precision shards"
@@ -129,10 +130,10 @@ def main() -> None:
     samples: dict[str, list[float]] = {
         f"{operation}, {kind}": [] for operation in OPERATIONS for kind in IMPLEMENTATIONS
     }
-    for order in orders(len(calls), rounds):
-        for index in order:
-            kind, times = calls[index]
-            for operation, spent in times().items():
+    kinds = [kind for kind, _ in calls]
+    for taken in islice(in_turn([times for _, times in calls], lambda times: times()), rounds):
+        for kind, times in zip(kinds, taken, strict=True):
+            for operation, spent in times.items():
                 samples[f"{operation}, {kind}"].append(spent)
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"samples": samples, "bytes": copied}))

@@ -11,7 +11,6 @@ some did not, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import datetime
 import html
 import importlib.util
 import itertools
@@ -30,8 +29,8 @@ from typing import Any
 
 import torch
 
-import torchopt_ext
-from torchopt_ext import _build_info
+from torchopt_ext.cli.terminal import table
+from torchopt_ext.cli.timing import environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -177,21 +176,6 @@ def collect(outcome: Outcome, out: Path) -> None:
                 outcome.notes.append(f"{case.get('name')}: {message}")
 
 
-def environment() -> dict[str, Any]:
-    about: dict[str, Any] = {
-        "torchopt_ext": torchopt_ext.__version__,
-        "built for": f"CUDA {_build_info.CUDA_VERSION}, {_build_info.CUDA_ARCHITECTURES}",
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        about["device"] = properties.name
-        about["multiprocessors"] = properties.multi_processor_count
-        about["memory_gib"] = round(properties.total_memory / 2**30, 1)
-    return about
-
-
 def find(rows: Sequence[Row], name: str, operation: str, implementation: str) -> Row | None:
     key = (name, operation, implementation)
     matching = (r for r in rows if (r["set"], r["operation"], r["implementation"]) == key)
@@ -276,14 +260,7 @@ def text_of(about: dict[str, Any], outcomes: list[Outcome]) -> str:
         lines.append(f"  {o.section:<10} {o.status:<15} {o.seconds:6.1f} s  {o.detail}".rstrip())
         lines += [f"    {note}" for note in o.notes]
     lines += ["", "Targets", *[f"  {line}" for line in target_lines(rows)], ""]
-    grid = [HEADER, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    for line in grid:
-        padded = [
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
+    lines.append(table(HEADER, [cells(row) for row in rows], 3))
     return "\n".join(lines) + "\n"
 
 
@@ -335,7 +312,7 @@ def write(about: dict[str, Any], outcomes: list[Outcome], out: Path) -> str:
 
 def run_all(todo: Sequence[Section], out: Path, end: float) -> list[Outcome]:
     """Runs sections until ``end`` (as from ``time.time``), and writes the report after each."""
-    about = environment()
+    about = environment("cuda" if torch.cuda.is_available() else "cpu")
     outcomes: list[Outcome] = []
     for section in todo:
         outcome = run(section, out, end - time.time())

@@ -95,7 +95,7 @@ def counted_table(counted: list[Row]) -> list[str]:
         )
         for row in counted
     ]
-    return report.aligned([header, *lines], 2)
+    return report.table(header, lines, 2).splitlines()
 
 
 def main() -> None:

@@ -1,23 +1,16 @@
-"""The environment of a measurement, and its table, JSON and chart."""
+"""The table, JSON and chart of a measurement."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from chart import chart
 from rows import Row
 
-import torchopt_ext
-from torchopt_ext import _C, _build_info
+from torchopt_ext.cli.terminal import table
+from torchopt_ext.cli.timing import environment as environment
 
 TEXT_COLUMNS = 3  # columns of text, then columns of numbers
 HEADER = (
@@ -32,35 +25,6 @@ HEADER = (
     "x base",
     "/roof",
 )
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def environment() -> dict[str, Any]:
-    """Returns versions, hardware, date and command."""
-    about: dict[str, Any] = {
-        "torchopt_ext": torchopt_ext.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "compiler": _build_info.CXX_COMPILER,
-        "cpu": cpu_model(),
-        "cpus": os.cpu_count(),
-        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torchopt_ext_kernels": _C.cpu_kernels(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-        "load_average": os.getloadavg()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    about["device"] = about["cpu"]
-    return about
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -87,28 +51,12 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def aligned(lines: Sequence[tuple[str, ...]], text_columns: int) -> list[str]:
-    """Formats a header and rows of cells as lines of text, with a rule below the header."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "-" * max(map(len, text)))
-    return text
-
-
-def table(rows: list[Row]) -> list[str]:
+def rows_table(rows: list[Row]) -> list[str]:
     """Formats medians with quartiles, with an empty line between tensor sets."""
-    text = aligned([HEADER, *map(cells, rows)], TEXT_COLUMNS)
-    out = text[:2]
-    for index, row in enumerate(rows):
-        if index and row["set"] != rows[index - 1]["set"]:
-            out.append("")
-        out.append(text[2 + index])
+    out = table(HEADER, [cells(row) for row in rows], TEXT_COLUMNS).splitlines()
+    changes = (i for i in range(len(rows) - 1, 0, -1) if rows[i]["set"] != rows[i - 1]["set"])
+    for index in changes:
+        out.insert(2 + index, "")
     return out
 
 
@@ -118,13 +66,31 @@ def allocation_table(counted: list[Row]) -> list[str]:
         (
             row["implementation"],
             row["operation"],
-            f"{row['tensors']:,}",
-            f"{row['allocations']:,}",
-            f"{row['peak_bytes']:,}",
+            *(f"{row[key]:,}" for key in ("tensors", "allocations", "peak_bytes")),
         )
         for row in counted
     ]
-    return aligned([header, *lines], 2)
+    return table(header, lines, 2).splitlines()
+
+
+def save(
+    about: dict[str, Any], sections: dict[str, list[str]], content: dict[str, Any], path: Path
+) -> str:
+    """Writes ``path``.txt and ``path``.json, and returns the text: about, and lines under headings.
+
+    Lines under an empty heading are not indented. Empty sections are left out.
+    """
+    lines = [f"{key}: {value}" for key, value in about.items()]
+    for heading, body in sections.items():
+        if body:
+            lines += ["", *([heading] if heading else [])]
+            lines += [f"  {line}".rstrip() if heading else line for line in body]
+    text = "\n".join(lines) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text(text)
+    everything = {"environment": about, **content}
+    path.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
+    return text
 
 
 def write(
@@ -140,14 +106,7 @@ def write(
         sections: lines under a heading, after the table.
         content: further entries of the JSON, in addition to the environment and the rows.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [*[f"{key}: {value}" for key, value in about.items()], "", *table(rows)]
-    for heading, body in sections.items():
-        if body:
-            lines += ["", heading, *[f"  {line}" for line in body]]
-    text = "\n".join(lines) + "\n"
-    (folder / "results.txt").write_text(text)
-    everything = {"environment": about, **content, "results": rows}
-    (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    shown = {"": rows_table(rows), **sections}
+    text = save(about, shown, content | {"results": rows}, folder / "results")
     chart(rows, about, folder / "results.png")
     return text

@@ -8,21 +8,11 @@ from typing import Any
 from group import Case, Group
 from shapes import parameters
 
+from torchopt_ext.cli.timing import paired, quartiles
+
 Row = dict[str, Any]
 Samples = list[float]  # milliseconds per call, one for each round
 LOOP = "plain loop"  # the implementation name of the roofline's cases
-
-
-def paired(numerator: Samples, denominator: Samples) -> float:
-    """Returns the median of ratios within rounds. The machine's speed affects both halves."""
-    return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
-
-
-def quartiles(samples: Samples) -> tuple[float, float]:
-    if len(samples) < 2:
-        return samples[0], samples[0]
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, high
 
 
 def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
@@ -33,8 +23,7 @@ def rows_of(name: str, group: Group, samples: list[Samples]) -> list[Row]:
     for case, mine in timed:
         if group.shown is not None and case.implementation not in group.shown:
             continue
-        low, high = quartiles(mine)
-        median = statistics.median(mine)
+        low, median, high = quartiles(mine)
         rows.append(
             {
                 "set": name,

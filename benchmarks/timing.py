@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from group import Case
 from rows import Samples
 from tqdm import tqdm
+
+from torchopt_ext.cli.timing import in_turn
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -29,14 +31,6 @@ class Flush:
         self.memory.add_(1.0)
 
 
-def orders(count: int, rounds: int) -> Iterator[list[int]]:
-    """Yields orders: forward and backward in turn, starting with another case every two rounds."""
-    for index in range(rounds):
-        start = index // 2 % count
-        order = [(start + i) % count for i in range(count)]
-        yield order if index % 2 == 0 else order[::-1]
-
-
 def time_in_turn(
     cases: Sequence[Case], rounds: int, calls: int, clock: Clock, flush: Flush | None = None
 ) -> list[Samples]:
@@ -48,14 +42,16 @@ def time_in_turn(
     """
     for case in cases:  # creates state and plans
         case.call()
-    samples: list[Samples] = [[] for _ in cases]
-    for order in tqdm(list(orders(len(cases), rounds)), leave=False, desc="rounds"):
-        for index in order:
-            call, spent = cases[index].call, 0.0
-            call()
-            for _ in range(calls):
-                if flush is not None:
-                    flush()
-                spent += clock(call)
-            samples[index].append(spent / calls)
-    return samples
+
+    def sample(call: Callable[[], object]) -> float:
+        spent = 0.0
+        call()
+        for _ in range(calls):
+            if flush is not None:
+                flush()
+            spent += clock(call)
+        return spent / calls
+
+    turns = in_turn([case.call for case in cases], sample)
+    taken = [next(turns) for _ in tqdm(range(rounds), leave=False, desc="rounds")]
+    return [list(samples) for samples in zip(*taken, strict=True)]

@@ -96,7 +96,7 @@ def main() -> None:
             lines += shares(layout, result)
             samples[layout] = result["samples"]
     header = ("layout", "implementation", "ms", PART)
-    sections = {"A training step": report.aligned([header, *lines], 2)}
+    sections = {"A training step": report.table(header, lines, 2).splitlines()}
     print(report.write(sections, rows, about, {"samples": samples}, options.out))
 
 

@@ -48,20 +48,21 @@ def start_seconds() -> float:
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"{'model':<15}{'tensors':>8}{'ranks':>6}{'Trainer':>10}{'loop':>10}{'torch':>10}"
-        f"{'over the loop':>26}{'async save':>12}{'copy':>8}"
-    ]
+    header = ("model", "tensors", "ranks", "Trainer", "loop", "torch", "over the loop")
+    header += ("async save", "copy")
+    lines = []
     for result in runs:
-        taken = result["milliseconds"]
         median, low, high = result["trainer_minus_loop"]
-        over = f"{median:.2f} ({low:.2f} to {high:.2f})"
+        taken = [result["milliseconds"][name] for name in (TRAINER, OURS, TORCH)]
+        saves = (result["async_save_milliseconds"], result["copy_milliseconds"])
         lines.append(
-            f"{result['model']:<15}{result['tensors']:>8}{result['ranks']:>6}"
-            f"{taken[TRAINER]:>10.2f}{taken[OURS]:>10.2f}{taken[TORCH]:>10.2f}{over:>26}"
-            f"{result['async_save_milliseconds']:>12.2f}{result['copy_milliseconds']:>8.2f}"
+            (
+                *(result["model"], str(result["tensors"]), str(result["ranks"])),
+                *(*map("{:.2f}".format, taken), f"{median:.2f} ({low:.2f} to {high:.2f})"),
+                *map("{:.2f}".format, saves),
+            )
         )
-    return lines
+    return report.table(header, lines).splitlines()
 
 
 def targets(runs: list[dict[str, Any]], seconds: float) -> list[str]:
@@ -99,13 +100,7 @@ def main() -> None:
         "Milliseconds of a training step, median": table(runs),
         "Targets": targets(runs, start_seconds()),
     }
-    text = "\n".join(f"{key}: {value}" for key, value in about.items())
-    for title, lines in sections.items():
-        text += f"\n\n{title}\n\n" + "\n".join(lines)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "trainer.txt").write_text(text + "\n")
-    (options.out / "trainer.json").write_text(json.dumps({"about": about, "runs": runs}, indent=1))
-    print(text)
+    print(report.save(about, sections, {"runs": runs}, options.out / "trainer"))
 
 
 if __name__ == "__main__":

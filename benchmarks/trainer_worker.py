@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli.timing import in_turn, seconds_of
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.data import build_dataloader
 from torchopt_ext.trainer.train_spec import get_train_spec
@@ -138,14 +140,13 @@ def measure(config: JobConfig, rounds: int) -> dict[str, Any]:
     }
     for contender in contenders.values():
         contender()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds):
-        order = list(contenders)
-        for name in order if turn % 2 else order[::-1]:
-            dist.barrier()
-            started = time.perf_counter()
-            contenders[name]()
-            times[name].append(1e3 * (time.perf_counter() - started) / CHUNK)
+
+    def clock(call: Callable[[], None]) -> float:
+        dist.barrier()
+        return 1e3 * seconds_of(call, torch.device("cpu")) / CHUNK
+
+    taken = islice(in_turn(list(contenders.values()), clock), rounds)
+    times = dict(zip(contenders, zip(*taken, strict=True), strict=True))
     stops, copies = by_trainer.asynchronous_saves(4)
     grown = by_trainer.growth(2000) if flavor == "debug" else None
     by_trainer.trainer.close()

@@ -6,7 +6,6 @@ python benchmarks/zero.py --out out/bench-zero
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,20 @@ Run = dict[str, Any]
 
 def training(runs: list[Run]) -> list[str]:
     """Formats whole training steps. Bytes sent are the loopback device's, frames included."""
-    lines = [
-        f"{'ranks':<6}{'way':<30}{'ms':>9}{'B/param sent':>14}{'computed':>10}{'peak B/param':>14}"
-    ]
+    header = ("ranks", "way", "ms", "B/param sent", "computed", "peak B/param")
+    lines = []
     for result in runs:
         share = 4 * (result["world_size"] - 1) / result["world_size"]
         for row in result["training"]:
             halves = 2 if "hook" in row["way"] or "sharded" in row["way"] else 3
+            sent, peak = row["sent_bytes_per_parameter"], row["peak_bytes_per_parameter"]
             lines.append(
-                f"{result['world_size']:<6}{row['way']:<30}{row['milliseconds']:>9.1f}"
-                f"{row['sent_bytes_per_parameter']:>14.2f}{halves * share:>10.2f}"
-                f"{row['peak_bytes_per_parameter']:>14.2f}"
+                (
+                    *(str(result["world_size"]), row["way"], f"{row['milliseconds']:.1f}"),
+                    *map("{:.2f}".format, (sent, halves * share, peak)),
+                )
             )
-    return lines
+    return report.table(header, lines, 2).splitlines()
 
 
 def moved_bytes(row: Run, ranks: int) -> float:
@@ -44,36 +44,38 @@ def moved_bytes(row: Run, ranks: int) -> float:
 
 
 def table(runs: list[Run]) -> list[str]:
-    lines = [
-        f"{'ranks':<6}{'tensors':<22}{'operation':<30}{'implementation':<22}"
-        f"{'ms':>9}{'x torch':>9}{'x view':>8}{'state/share':>13}{'B/param':>9}{'GB/s':>7}"
-    ]
+    header = ("ranks", "tensors", "operation", "implementation", "ms", "x torch", "x view")
+    header += ("state/share", "B/param", "GB/s")
+    lines = []
     for result in runs:
         for row in result["rows"]:
-            traffic = " " * 16
+            traffic = ("", "")
             if row["operation"] == LOCAL:
                 size = moved_bytes(row, result["world_size"])
                 speed = size * row["parameters"] / row["milliseconds"] / 1e6
-                traffic = f"{size:>9.1f}{speed:>7.1f}"
+                traffic = (f"{size:.1f}", f"{speed:.1f}")
+            ratios = (row["times_as_fast"], row["times_as_fast_as_view"])
             lines.append(
-                f"{result['world_size']:<6}{row['set']:<22}{row['operation']:<30}"
-                f"{row['implementation']:<22}{row['milliseconds']:>9.2f}"
-                f"{row['times_as_fast']:>9.2f}{row['times_as_fast_as_view']:>8.2f}"
-                f"{row['state_over_share']:>13.4f}{traffic}".rstrip()
+                (
+                    *(str(result["world_size"]), row["set"], row["operation"]),
+                    *(row["implementation"], f"{row['milliseconds']:.2f}"),
+                    *(*map("{:.2f}".format, ratios), f"{row['state_over_share']:.4f}", *traffic),
+                )
             )
-    return lines
+    return report.table(header, lines, 4).splitlines()
 
 
 def consolidation(runs: list[Run]) -> list[str]:
-    lines = [f"{'ranks':<6}{'implementation':<22}{'ms':>9}{'x torch':>9}{'sender + MB':>13}"]
-    for result in runs:
-        for row in result["consolidation"]:
-            lines.append(
-                f"{result['world_size']:<6}{row['implementation']:<22}"
-                f"{row['milliseconds']:>9.0f}{row['times_as_fast']:>9.2f}"
-                f"{row['sender_peak_bytes'] / 1e6:>13.1f}"
-            )
-    return lines
+    header = ("ranks", "implementation", "ms", "x torch", "sender + MB")
+    lines = [
+        (
+            *(str(result["world_size"]), row["implementation"], f"{row['milliseconds']:.0f}"),
+            *(f"{row['times_as_fast']:.2f}", f"{row['sender_peak_bytes'] / 1e6:.1f}"),
+        )
+        for result in runs
+        for row in result["consolidation"]
+    ]
+    return report.table(header, lines, 2).splitlines()
 
 
 def targets(runs: list[Run]) -> list[str]:
@@ -138,13 +140,7 @@ def main() -> None:
         "Training steps: traffic and memory above the model's own": training(runs),
         "Targets": targets(runs),
     }
-    text = "\n".join(f"{key}: {value}" for key, value in about.items())
-    for title, lines in sections.items():
-        text += f"\n\n{title}\n\n" + "\n".join(lines)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "zero.txt").write_text(text + "\n")
-    (options.out / "zero.json").write_text(json.dumps({"about": about, "runs": runs}, indent=1))
-    print(text)
+    print(report.save(about, sections, {"runs": runs}, options.out / "zero"))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import importlib
 import json
 import logging
 import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-import torchopt_ext
-from torchopt_ext import _C, FusedAdamW
-from torchopt_ext.cli.info import processor
+from torchopt_ext import FusedAdamW
 from torchopt_ext.cli.tensors import MASTERS_NAMED, add_source, from_options
 from torchopt_ext.cli.terminal import (
     CommandError,
@@ -42,6 +38,7 @@ from torchopt_ext.cli.terminal import (
     table,
     written,
 )
+from torchopt_ext.cli.timing import Call, environment, in_turn, paired, quartiles, seconds_of
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
 
@@ -51,8 +48,7 @@ PLAIN = "a += b"
 """The roofline. Like a step, it writes what it has read, and reads more than it writes."""
 ELEMENTS = 2**25
 """Elements of each of the roofline's two float32 tensors: more than caches hold."""
-Step = Callable[[], Any]
-Clock = Callable[[Step], float]
+Clock = Callable[[Call], float]
 
 
 def parser() -> Parser:
@@ -137,27 +133,24 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
             steps, missing = peers(params, options.master_weights)
             missing += prepare(steps, clock)
         plain()
-        samples = in_turn({PLAIN: plain, **steps}, clock, options.seconds)
+        samples = timed({PLAIN: plain, **steps}, clock, options.seconds)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
+    about = environment(device)
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
     return {
-        "date": str(date.today()),
+        "date": about["date"][:10],
         "model": name,
         "tensors": len(params),
         "parameters": sum(param.numel() for param in params),
         "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in params}),
         "master_weights": options.master_weights,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "instruction_set": _C.cpu_kernels() if device.type == "cpu" else None,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "torchopt_ext": torchopt_ext.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "device": about["device"],
+        "instruction_set": about["torchopt_ext_kernels"] if device.type == "cpu" else None,
+        "threads": about["threads"],
+        "versions": {name: about[name] for name in ("torchopt_ext", "torch", "python")},
         "roofline_bytes_per_second": bandwidth,
         "bytes_moved": estimate(params, master_weights=options.master_weights)[0].moved,
         "rounds": len(samples[OURS]),
@@ -195,17 +188,6 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def seconds_of(call: Step, device: torch.device) -> float:
-    """Returns the seconds of a call; on a GPU including the work that the call started."""
-    on_gpu = device.type == "cuda"
-    wait: Step = functools.partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences other packages' logs and warnings, such as torch.compile's in torchao's step."""
@@ -217,7 +199,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def prepare(steps: dict[str, Step], clock: Clock) -> list[str]:
+def prepare(steps: dict[str, Call], clock: Clock) -> list[str]:
     """Calls each step once, to allocate or compile. Removes and names the steps that fail."""
     failed = []
     with Progress("preparing", len(steps)) as progress:
@@ -233,38 +215,34 @@ def prepare(steps: dict[str, Step], clock: Clock) -> list[str]:
     return failed
 
 
-def in_turn(steps: dict[str, Step], clock: Clock, seconds: float) -> dict[str, list[float]]:
-    """Times the steps in turn, so that disturbances of the machine affect all steps equally.
-
-    Each step must have been called once before.
-    """
-    samples: dict[str, list[float]] = {label: [] for label in steps}
+def timed(steps: dict[str, Call], clock: Clock, seconds: float) -> dict[str, list[float]]:
+    """Times the steps in turn for ``seconds``, and at least three rounds."""
+    rounds: list[list[float]] = []
     gc.collect()
     end = time.perf_counter() + seconds
     with Progress("timing", seconds) as progress:
-        while time.perf_counter() < end or len(samples[OURS]) < 3:
-            start = time.perf_counter()
-            for label, step in steps.items():
-                samples[label].append(clock(step))
-            progress.add(min(time.perf_counter() - start, seconds - progress.done))
-    return samples
+        for samples in in_turn(list(steps.values()), clock):
+            rounds.append(samples)
+            progress.add(min(sum(samples), seconds - progress.done))
+            if time.perf_counter() >= end and len(rounds) >= 3:
+                break
+    return dict(zip(steps, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def summary(times: list[float], ours: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(times, n=4)
-    ratio = statistics.median(time / own for time, own in zip(times, ours, strict=True))
-    return {"median": median, "q25": low, "q75": high, "times_ours": ratio}
+    low, median, high = quartiles(times)
+    return {"median": median, "q25": low, "q75": high, "times_ours": paired(times, ours)}
 
 
 # ---- what is timed -------------------------------------------------------------------------------
 
 
-def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str, Step], list[str]]:
+def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str, Call], list[str]]:
     """Returns a step of each implementation, and the names of those that are not installed."""
     ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
-    steps: dict[str, Step] = {OURS: ours.step}
+    steps: dict[str, Call] = {OURS: ours.step}
     stepped = params
-    around: Callable[[Step], Step] = functools.partial(functools.partial, clip_then, params)
+    around: Callable[[Call], Call] = functools.partial(functools.partial, clip_then, params)
     if masters is not None and any(p.dtype in SIXTEEN_BIT for p in params):
         copies = Copies(params)
         stepped, around = copies.masters, copies.around
@@ -281,7 +259,7 @@ def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str
     return steps, missing
 
 
-def clip_then(params: list[Tensor], step: Step) -> None:
+def clip_then(params: list[Tensor], step: Call) -> None:
     clip_grad_norm_(params, MAX_NORM)
     step()
 
@@ -295,11 +273,11 @@ class Copies:
         for master in self.masters:
             master.grad = torch.empty_like(master)
 
-    def around(self, step: Step) -> Step:
+    def around(self, step: Call) -> Call:
         return functools.partial(self._step, step)
 
     @torch.no_grad()
-    def _step(self, step: Step) -> None:
+    def _step(self, step: Call) -> None:
         grads = [param.grad for param in self.params if param.grad is not None]
         wide = [master.grad for master in self.masters if master.grad is not None]
         torch._foreach_copy_(wide, grads)

@@ -84,13 +84,13 @@ def listed(text: str) -> list[str]:
     return [item for item in text.split(",") if item]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats rows as columns: the first column flush left, the others flush right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
+    """Formats rows as columns: the first ``text`` columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
+            cell.ljust(width) if n < text else cell.rjust(width)
             for n, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
