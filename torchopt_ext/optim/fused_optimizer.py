@@ -114,12 +114,12 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
-        own = self.defaults.get("algorithm", "adam")
-        algorithm = group.get("algorithm", own)
-        if algorithm_of({"algorithm": algorithm}) is algorithm_of(self.defaults):
+        if "algorithm" not in group or group["algorithm"] == self.defaults.get("algorithm"):
             return self.defaults
-        shared = {key: self.defaults[key] for key in SHARED}
-        return defaults_of(algorithm) | shared
+        defaults = defaults_of(group["algorithm"])
+        if algorithm_of(group) is algorithm_of(self.defaults):  # adam and adamw
+            return self.defaults | {"decoupled_weight_decay": defaults["decoupled_weight_decay"]}
+        return defaults | {key: self.defaults[key] for key in SHARED}
 
     def _reject_groups_of_another(self, groups: Any) -> None:
         """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
