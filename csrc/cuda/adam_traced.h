@@ -108,12 +108,13 @@ TORCHOPT_HD inline int tiles_of(const QuantizedChunk<kKind>& chunk) {
   return (chunk.groups.count() + kTileGroups - 1) / kTileGroups;
 }
 
-// Updates a tile by a warp, several rows of lanes at once, so that their loads overlap.
+// Updates a tile by a warp, two rows of lanes at once, so that their loads overlap: four rows would
+// not fit in the registers of three blocks.
 template <Kind kKind, class Warp>
 TORCHOPT_HD inline void update_tile(const Warp& warp, WarpTrace<kKind, Warp>& trace,
                                     const UpdateChunk<kKind>& chunk, int tile) {
   using T = ComputeType<kKind>;
-  constexpr int kRows = kTraits<kKind>.width / 2;
+  constexpr int kRows = kTraits<kKind>.width > 2 ? 2 : 1;
   using Rows = VectorLane<T, 2 * kRows, 2, kBlockLanes>;
   const int begin = tile * kTileElements;
   const int end = begin + kTileElements < chunk.n ? begin + kTileElements : chunk.n;
@@ -188,6 +189,7 @@ TORCHOPT_HD inline void traced_body(const Cta& cta, TracedShared& shared, const 
     return;
   }
   const ChunkOf<kKind> of_kind(args, chunk);
+  cta.each([](int) {});  // a barrier: nvcc spills registers if it may mix the lines above and below
   const int tiles = tiles_of(of_kind);
   const int warps = cta.threads / kWarpThreads;
   cta.each_warp([&](int warp_index, const auto& warp) __attribute__((always_inline)) {
