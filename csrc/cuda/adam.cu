@@ -15,10 +15,11 @@ __global__ void __launch_bounds__(kUpdateThreads)
 // 1,000, and 2 % less over large tensors in chunks of one or two iterations of a block
 // (passes.cpp). With 8-bit moments three took 3 % (fp32), 13 % (bf16), 14 % (stochastic) and 13 %
 // (8-bit remainders, although they spill 6 registers) less than two.
-template <Kind kKind>
-__global__ void __launch_bounds__(kUpdateThreads, kTraits<kKind>.blocks)
+// A number for the kind: nvcc cannot name values of an enumeration without enumerators.
+template <int kKind>
+__global__ void __launch_bounds__(kUpdateThreads, kTraits<Kind{kKind}>.blocks)
     update_kernel(UpdateArgs args) {
-  pass_b_body<kKind>(DeviceCta{}, args);
+  pass_b_body<Kind{kKind}>(DeviceCta{}, args);
 }
 
 }  // namespace
@@ -37,7 +38,7 @@ template void launch_prepare(const UpdateArgs&, const FewGradients&, const Param
 
 void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, cudaStream_t stream) {
   with_kind(kind, [&](auto constant) {
-    update_kernel<constant()>
+    update_kernel<static_cast<int>(constant())>
         <<<static_cast<unsigned>(chunk_count), kUpdateThreads, 0, stream>>>(args);
   });
 }
