@@ -14,17 +14,23 @@ from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from torchopt_ext.optim.algorithms import ALGORITHMS, algorithm_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
 from torchopt_ext.optim.storage import SIXTEEN_BIT
 
 logger = logging.getLogger(__name__)
 
-FUSED: dict[str, type[FusedOptimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
-_TORCH: dict[str, type[Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_SHARED_OPTIONS = ("amsgrad", "maximize")
-"""Arguments that torch's classes have, too."""
+FUSED: dict[str, type[FusedOptimizer]] = {
+    cls.__name__.removeprefix("Fused"): cls for cls in (FusedAdam, FusedAdamW, FusedLion, FusedSGD)
+}
+_TORCH: dict[str, type[Optimizer]] = {
+    name: getattr(torch.optim, name) for name in FUSED if hasattr(torch.optim, name)
+}
+_PRESET = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+"""The values that torchtitan's section has by default, whatever the algorithm."""
+_UNCONFIGURED = ("decoupled_weight_decay", "bias_correction")
 
 
 @overload
@@ -63,9 +69,10 @@ def build_optimizers(
             pipeline or expert parallelism.
         AssertionError: the implementation is unknown.
         ValueError: early step in backward is combined with fault tolerance; a setting would have no
-            effect, such as an argument of FusedAdamW with torch's implementations; the group for a
-            norm over pipeline stages is unknown; or no parameter is trainable. In a pipeline,
-            checks of parameters are skipped, because other stages have parameters, too.
+            effect, such as an argument of FusedAdamW with torch's implementations, or a
+            hyperparameter of another algorithm; the group for a norm over pipeline stages is
+            unknown; or no parameter is trainable. In a pipeline, checks of parameters are skipped,
+            because other stages have parameters, too.
     """
     given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
@@ -78,7 +85,10 @@ def build_optimizers(
         )
     classes: Mapping[str, type[Optimizer]] = FUSED if fused else _TORCH
     if config.name not in classes:
-        raise NotImplementedError(f"Optimizer {config.name} is not available: use Adam or AdamW.")
+        *others, last = classes
+        raise NotImplementedError(
+            f"Optimizer {config.name} is not available: use {', '.join(others)} or {last}."
+        )
     fault_tolerant = ft_manager is not None and ft_manager.enabled
     if in_backward and fault_tolerant:
         raise ValueError(
@@ -110,8 +120,9 @@ def build_optimizers(
     if not partial:  # otherwise an option may have an effect on another stage
         reject_ineffective(options, params)
     warn_of_lost_updates(options, params)
-    options |= common_arguments(config) | {"fused": fused}
-    options["foreach"] = config.implementation == "foreach"
+    options |= common_arguments(config)
+    if not fused or config.name.startswith("Adam"):  # ours have these arguments as torch's do
+        options |= {"fused": fused, "foreach": config.implementation == "foreach"}
     backwards = getattr(config, "backwards_per_step", 1)
     choice = choice_of_params(config) | {"partial": partial}
     choice["compat"] = getattr(config, "compat", None)
@@ -145,14 +156,25 @@ def build_optimizers(
 
 
 def common_arguments(config: Any) -> dict[str, Any]:
-    """Returns a configuration's arguments that torch's Adam and AdamW share with FusedAdam(W)."""
-    options = {name: value for name in _SHARED_OPTIONS if (value := getattr(config, name, None))}
-    return options | {
-        "lr": config.lr,
-        "betas": (getattr(config, "beta1", 0.9), getattr(config, "beta2", 0.95)),
-        "eps": config.eps,
-        "weight_decay": getattr(config, "weight_decay", 0.1),
-    }
+    """Returns a configuration's hyperparameters, which torch's class shares with the fused one.
+
+    Raises:
+        ValueError: a hyperparameter is set that the algorithm does not have.
+    """
+    algorithm = algorithm_of({"algorithm": config.name.lower()})
+    own = {hyper.name: hyper for hyper in algorithm.hypers}
+    every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
+    given = {name: getattr(config, name, None) for name in sorted(every.difference(_UNCONFIGURED))}
+    given = _PRESET | {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in own and value and value != _PRESET.get(name):
+            raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
+    found: dict[str, Any] = {}
+    for hyper in algorithm.hypers:
+        if hyper.name in given:
+            value = given[hyper.name]
+            found[hyper.key] = value if hyper.index < 0 else (*found.get(hyper.key, ()), value)
+    return found
 
 
 def choice_of_params(config: Any) -> dict[str, Any]:

@@ -68,6 +68,12 @@ class Optimizer:
     """Values to record for each parameter: norms, lost_updates."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
+    momentum: float = 0.0
+    """As in torch.optim.SGD."""
+    dampening: float = 0.0
+    """As in torch.optim.SGD."""
+    nesterov: bool = False
+    """As in torch.optim.SGD."""
     maximize: bool = False
     """As in torch.optim.AdamW."""
     backwards_per_step: int = 1

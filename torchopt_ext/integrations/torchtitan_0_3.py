@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import containers
 from torchopt_ext.containers.build import (
+    FUSED,
     ineffective,
     read_options,
     reject_ineffective_without_norm,
@@ -36,7 +37,7 @@ from torchopt_ext.containers.optimizers import (
 )
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
+from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.local import params_of
@@ -61,8 +62,7 @@ __all__ = [
     "use_torchopt_ext",
 ]
 
-_OURS: dict[str, type[FusedOptimizer]] = {"FusedAdam": FusedAdam, "FusedAdamW": FusedAdamW}
-_OURS_IF_FUSED: dict[str, type[FusedOptimizer]] = {"Adam": FusedAdam, "AdamW": FusedAdamW}
+_OURS = {cls.__name__: cls for cls in FUSED.values()}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
 
@@ -71,9 +71,9 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
     """A container with one optimizer per model part and optimizer name, over groups by patterns.
 
     It replaces torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
-    its configuration. "FusedAdam" and "FusedAdamW" are torchopt_ext's. "Adam" and "AdamW" are also
-    torchopt_ext's if the implementation is fused, which all groups of a name may override. Other
-    names are torchtitan's.
+    its configuration. "FusedAdam", "FusedAdamW", "FusedLion" and "FusedSGD" are torchopt_ext's.
+    "Adam", "AdamW", "Lion" and "SGD" are also torchopt_ext's if the implementation is fused, which
+    all groups of a name may override. Other names are torchtitan's.
 
     Patterns are searched for in parameter names without wrappers of modules. The first match
     decides. A pattern may match only in another pipeline stage, so all ranks must build their
@@ -272,7 +272,7 @@ patch_dcp_load(checkpointer)
 def _ours(name: str, config: Any) -> type[FusedOptimizer] | None:
     """Returns our class for the name of an optimizer, or None."""
     fused = config.implementation in _FUSED and not any(_unfused(name, config))
-    return _OURS.get(name) or (_OURS_IF_FUSED.get(name) if fused else None)
+    return _OURS.get(name) or (FUSED.get(name) if fused else None)
 
 
 def _unfused(name: str, config: Any) -> list[bool]:
@@ -282,9 +282,9 @@ def _unfused(name: str, config: Any) -> list[bool]:
 
 
 def _check_unfused(name: str, config: Any) -> None:
-    """Raises ValueError if "Adam" or "AdamW" would be fused for some groups only, or must be."""
+    """Raises ValueError if a name such as "AdamW" would be fused for some groups only."""
     unfused = _unfused(name, config)
-    if name not in _OURS_IF_FUSED or config.implementation not in _FUSED or not any(unfused):
+    if name not in FUSED or config.implementation not in _FUSED or not any(unfused):
         return
     field = f"optimizer_kwargs['fused'] is False in param_groups of {name!r}"
     if not all(unfused):
@@ -319,7 +319,7 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
     if options and not ours:
         raise ValueError(
             f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
-            f"implementation {config.implementation!r}, none of which is FusedAdam or FusedAdamW"
+            f"implementation {config.implementation!r}, none of which is one of {', '.join(_OURS)}"
         )
     if names and names.keys() <= _OURS.keys() and config.implementation not in _FUSED:
         raise ValueError(

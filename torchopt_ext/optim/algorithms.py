@@ -115,6 +115,8 @@ _NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
 STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in algorithm.states}
 """The states of all algorithms by name. A name means the same in each."""
 
+HYPERS = {"algorithm"}.union(*(algorithm.defaults for algorithm in ALGORITHMS.values()))
+"""The keys that groups may have for one of the algorithms."""
 
 SHARED = ("lr", "weight_decay", "maximize")
 """The keys whose defaults groups of all algorithms take from the optimizer."""
@@ -195,7 +197,8 @@ def algorithm_in(group: Mapping[str, Any]) -> Algorithm | None:
         return algorithm_of(group)
     for algorithm in sorted(ALGORITHMS.values(), key=lambda of: -len(of.hypers)):
         needed = {hyper.key for hyper in algorithm.hypers if not hyper.may_lack}
-        if needed - {"maximize", "amsgrad", "decoupled_weight_decay"} <= group.keys():
+        needed -= {"maximize", "amsgrad", "decoupled_weight_decay"}
+        if needed <= group.keys() and not group.keys() & HYPERS.difference(algorithm.defaults):
             return algorithm
     return None
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext import _C
-from torchopt_ext.optim.algorithms import ADAM
+from torchopt_ext.optim.algorithms import ADAM, HYPERS, STATES, algorithm_in
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import OTHER_FORM
 from torchopt_ext.optim.state import drop_replaced
@@ -45,6 +45,7 @@ class _Writes(NamedTuple):
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"algorithm", "amsgrad", "decoupled_weight_decay", "bias_correction"}
+_ASK_FOR_STATE = {state.when for state in STATES.values()}
 # Options that are absent without a learning-rate scheduler, and in older versions of torch.
 _OPTIONAL = {"initial_lr", "algorithm", "decoupled_weight_decay", "bias_correction"}
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
@@ -93,6 +94,9 @@ def prepare_load(
             keys = {k: f"state.{fqn}.{k}" for k in (*state, *others, *BESIDE) if state}
             given = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
             entry = {name: entries.as_held(name, v, param) for name, v in given.items()}
+            torchs = f"param_groups.{fqn}.algorithm" not in state_dict
+            if "momentum" in group and "step" in state and torchs:  # torch.optim.SGD counts none
+                entry.setdefault("step", torch.full((), float("momentum_buffer" in entry)))
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
             # torch saves no state for a parameter that was frozen before its first step.
@@ -152,7 +156,16 @@ def read_options(
     Args:
         names: the names of the group's parameters.
         missing, problems: the keys that the dict lacks and what is wrong are appended.
+
+    Raises:
+        ValueError: the options are another algorithm's.
     """
+    expected = algorithm_in(group)
+    for fqn in names:
+        keys = {key: f"param_groups.{fqn}.{key}" for key in HYPERS}
+        kind = algorithm_in({k: state_dict[key] for k, key in keys.items() if key in state_dict})
+        if kind and expected and kind is not expected:
+            raise_problems([f"'param_groups.{fqn}' is of {kind.name}, expected {expected.name}"])
     options: dict[str, Any] = {}
     # A schedule that is built later reads initial_lr, and torch's groups lack bias_correction.
     held = {"bias_correction": True, "initial_lr": group.get("lr"), **group}
@@ -188,7 +201,9 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
         other, first = next(iter(values.items()))
         if found := entries.option_problem(name, value, live):
             yield f"'{key}' {found}"
-        elif name in _FIXED and value != live:
+        elif (name in _FIXED and value != live) or (
+            name in _ASK_FOR_STATE and bool(value) != bool(live)
+        ):
             yield f"'{key}' is {value!r}, this optimizer was built with {live!r}"
         elif value != first and (value == value or first == first):  # two NaNs count as equal
             yield (

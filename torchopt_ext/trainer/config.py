@@ -141,17 +141,17 @@ class Model:
 @configures_step("max_grad_norm")  # training.max_norm
 class Optimizer:
     name: str = "AdamW"
-    """Adam or AdamW."""
+    """Adam, AdamW, Lion or SGD."""
     lr: float = at_least(0, default=8e-4)
     """Learning rate, which the schedule's factor multiplies."""
     beta1: float = at_least(0, default=0.9, less_than=1)
-    """Decay of the first moment."""
+    """Decay of the first moment; Lion: share of the moment in the direction."""
     beta2: float = at_least(0, default=0.95, less_than=1)
-    """Decay of the second moment."""
+    """Decay of the second moment; Lion: of the first."""
     eps: float = at_least(0, default=1e-8)
     """Added to the square root of the second moment."""
     weight_decay: float = at_least(0, default=0.1)
-    """Weight decay: decoupled for AdamW, added to the gradient for Adam."""
+    """Weight decay: decoupled for AdamW and Lion, added to the gradient for Adam and SGD."""
     no_decay: list[str] = field(default_factory=list)
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
@@ -164,6 +164,12 @@ class Optimizer:
     """Skip the update of a step in which a gradient or the loss is not finite."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
+    momentum: float = at_least(0, default=0.0)
+    """As in torch.optim.SGD."""
+    dampening: float = 0.0
+    """As in torch.optim.SGD."""
+    nesterov: bool = False
+    """As in torch.optim.SGD."""
     maximize: bool = False
     """As in torch.optim.AdamW."""
 

@@ -64,8 +64,8 @@ def build_optimizers(
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
     if config.name not in FUSED:
-        known = " or ".join(map(repr, FUSED))
-        raise ConfigError(f"optimizer.name is {config.name!r}, expected {known}")
+        known = ", ".join(map(repr, FUSED))
+        raise ConfigError(f"optimizer.name is {config.name!r}, expected one of {known}")
     if config.implementation == "fused":
         config.max_grad_norm = job_config.training.max_norm
     else:

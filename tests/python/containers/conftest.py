@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import OptimizersContainer
 
 
@@ -26,7 +26,22 @@ class Choice:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def all_kwargs(self) -> dict[str, Any]:
-        return {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, **self.kwargs}
+        betas = {} if self.cls is FusedSGD else {"betas": (0.9, 0.95)}
+        return {"lr": 1e-2, "weight_decay": 0.1, **betas, **self.kwargs}
+
+    @property
+    def states(self) -> list[str]:
+        """The entries of a state beside "step"."""
+        own = {FusedLion: ["exp_avg"], FusedSGD: ["momentum_buffer"]}
+        amsgrad = ["max_exp_avg_sq"] * self.kwargs.get("amsgrad", False)
+        return own.get(self.cls) or ["exp_avg", "exp_avg_sq", *amsgrad]
+
+    def in_its_words(self, text: str) -> str:
+        """Returns a text about Adam with the names that the class has."""
+        sgd = {"exp_avg": "momentum_buffer", "betas": "momentum"}
+        for old, new in sgd.items() if self.cls is FusedSGD else ():
+            text = text.replace(old, new)
+        return text
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         return self.cls(params, **self.all_kwargs())
@@ -41,6 +56,8 @@ CHOICES = {
     "AdamW-foreach": Choice(torch.optim.AdamW, {"foreach": True}),
     "AdamW-fused-amsgrad": Choice(torch.optim.AdamW, {"fused": True, "amsgrad": True}),
     "Adam-for-loop": Choice(torch.optim.Adam, {"foreach": False}),
+    "FusedLion": Choice(FusedLion, {}),
+    "FusedSGD-momentum": Choice(FusedSGD, {"momentum": 0.9, "nesterov": True}),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import (
     OptimizersContainer,
     OptimizersInBackwardContainer,
@@ -53,17 +53,23 @@ GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generat
         ("AdamW", "foreach", torch.optim.AdamW),
         ("Adam", "for-loop", torch.optim.Adam),
         ("AdamW", "for-loop", torch.optim.AdamW),
+        ("Lion", "fused", FusedLion),
+        ("SGD", "fused", FusedSGD),
+        ("SGD", "foreach", torch.optim.SGD),
     ],
 )
 def test_name_and_implementation(build, parts, name, implementation, cls):
-    container = build(parts, name=name, implementation=implementation, lr=0.5, eps=1e-5)
+    own = {"SGD": {"momentum": 0.9}, "Lion": {}}.get(name, {"eps": 1e-5})
+    container = build(parts, name=name, implementation=implementation, lr=0.5, **own)
     assert type(container) is OptimizersContainer
     assert [type(optimizer) for optimizer in container] == [cls, cls]
     for group in container.param_groups:
-        assert (group["lr"], group["eps"]) == (0.5, 1e-5)
-        assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0.1)
-        assert bool(group["foreach"]) == (implementation == "foreach")
-        assert group["decoupled_weight_decay"] == (name == "AdamW")
+        assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+        assert own.items() <= group.items()
+        assert ("betas" in group) == (name != "SGD") and group.get("betas") in (None, (0.9, 0.95))
+        assert bool(group.get("foreach")) == (implementation == "foreach")
+        if "Adam" in name:
+            assert group["decoupled_weight_decay"] == (name == "AdamW")
 
 
 @GENERATIONS
@@ -198,7 +204,16 @@ IN_BACKWARD = {"early_step_in_backward": True}
 @pytest.mark.parametrize(
     ("wanted", "error", "message"),
     [
-        ({"name": "Lion"}, NotImplementedError, "Optimizer Lion is not available"),
+        ({"name": "Muon"}, NotImplementedError, "Optimizer Muon is not available"),
+        (
+            {"name": "Lion", "implementation": "foreach"},
+            NotImplementedError,
+            "Lion is not available: use Adam, AdamW or SGD",
+        ),
+        ({"name": "Lion", "amsgrad": True}, ValueError, "amsgrad has no effect: Lion"),
+        ({"name": "Lion", "nesterov": True}, ValueError, "nesterov has no effect: Lion"),
+        ({"name": "SGD", "beta1": 0.8}, ValueError, "beta1 has no effect: SGD"),
+        ({"dampening": 0.5}, ValueError, "dampening has no effect: AdamW"),
         ({"implementation": "Fused"}, AssertionError, "implementation is 'Fused', expected"),
         ({"implementation": None}, AssertionError, "implementation is None, expected"),
         ({"pp": 2, **IN_BACKWARD}, NotImplementedError, "in backward .* pipeline"),

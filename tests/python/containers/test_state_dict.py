@@ -1,6 +1,7 @@
 """The containers' flat state dict: its keys, its exchange with torch, and refused loads."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.statedict.flat import init_state
 
@@ -29,13 +30,17 @@ HYPERS = {
     "fused",
     "decoupled_weight_decay",
 }
+SHARED = {"algorithm", "lr", "weight_decay", "maximize"}
+OTHER_HYPERS = {
+    FusedLion: SHARED | {"betas"},
+    FusedSGD: SHARED | {"momentum", "dampening", "nesterov"},
+}
 
 
 def expected_keys(parts, choice, initial_lr=False):
     names = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
-    state = ["step", "exp_avg", "exp_avg_sq"]
-    state += ["max_exp_avg_sq"] * choice.kwargs.get("amsgrad", False)
-    hypers = HYPERS | ({"initial_lr"} if initial_lr else set())
+    state = ["step", *choice.states]
+    hypers = OTHER_HYPERS.get(choice.cls, HYPERS) | ({"initial_lr"} if initial_lr else set())
     return {f"state.{name}.{key}" for name in names for key in state} | {
         f"param_groups.{name}.{key}" for name in names for key in hypers
     }
@@ -65,7 +70,7 @@ def test_values_are_torchs_own_flat_dict(choice, parts, train, assert_same):
         merged.update(get_optimizer_state_dict(part, optimizer, options=FLAT))
     assert_same(container.state_dict(), merged)
     assert merged["state.layers.2.1.bias.step"] == 2
-    assert merged["param_groups.layers.2.1.bias.betas"] == (0.9, 0.95)
+    assert merged["param_groups.layers.2.1.bias.weight_decay"] == 0.1
 
 
 def test_wrappers_leave_no_trace_in_the_keys(choice, parts):
@@ -83,11 +88,13 @@ def test_names_follow_a_module_that_changes(choice, parts):
     moved = nn.Linear(3, 2)
     container.optimizers[0].add_param_group({"params": [moved.weight]})
     parts[0].first = moved
-    assert "state.first.weight.exp_avg" in container.state_dict()
+    assert f"state.first.weight.{choice.states[0]}" in container.state_dict()
     del parts[0].first
     parts[0].second = moved
     keys = container.state_dict().keys()
-    assert "state.second.weight.exp_avg" in keys and not any("first" in key for key in keys)
+    assert f"state.second.weight.{choice.states[0]}" in keys and not any(
+        "first" in key for key in keys
+    )
 
 
 def test_state_dict_before_the_first_step_changes_nothing(choice, parts, train, assert_same):
@@ -108,6 +115,7 @@ def test_state_dict_before_the_first_step_changes_nothing(choice, parts, train, 
     assert_same(parts, copies)
 
 
+@pytest.mark.parametrize("choice", ["FusedAdamW", "AdamW-foreach"], indirect=True)
 def test_state_dict_before_the_first_step_with_eps_0_keeps_parameters(choice, parts):
     container = OptimizersContainer(parts, choice.cls, {**choice.all_kwargs(), "eps": 0.0})
     before = copy.deepcopy(parts)
@@ -304,7 +312,7 @@ def test_state_of_a_frozen_parameter_is_not_demanded_but_complete(choice, parts,
     }
     container.load_state_dict(saved)
     saved["state.layers.0.0.weight.step"] = torch.tensor(3.0)
-    with pytest.raises(KeyError, match=r"layers\.0\.0\.weight\.exp_avg' is missing"):
+    with pytest.raises(KeyError, match=rf"layers\.0\.0\.weight\.{choice.states[0]}' is missing"):
         container.load_state_dict(saved)
 
 
@@ -366,7 +374,7 @@ def test_foreign_keys_are_ignored(choice, parts, train, assert_same):
         "state.other.weight.exp_avg": torch.ones(3),
         "param_groups.other.weight.lr": 7.0,
         "state.layers.0.0.weight.row_sum": torch.ones(3),
-        "param_groups.layers.0.0.weight.momentum": 0.5,
+        "param_groups.layers.0.0.weight.rho": 0.5,
     }
     container.load_state_dict(more)
     assert_same(container.state_dict(), saved)
@@ -490,6 +498,7 @@ WRONG = {
 def test_a_value_that_does_not_fit_is_named_and_nothing_changes(
     choice, parts, train, assert_same, key, value, message
 ):
+    key, message = map(choice.in_its_words, (key, message))
     source = choice.container(copy.deepcopy(parts))
     train(source, source.model_parts, [0, 1])
     container = choice.container(parts)
@@ -514,9 +523,10 @@ def test_all_parameters_options_are_read(choice, parts, assert_same, name, value
 
 
 @pytest.mark.parametrize(
-    "key", [f"state.{BIAS}.step", f"state.{BIAS}.exp_avg_sq", f"param_groups.{BIAS}.eps"]
+    "key", [f"state.{BIAS}.step", f"state.{BIAS}.{{}}", f"param_groups.{BIAS}.weight_decay"]
 )
 def test_a_missing_key_is_named_and_nothing_changes(choice, parts, train, assert_same, key):
+    key = key.format(choice.states[-1])
     source = choice.container(copy.deepcopy(parts))
     train(source, source.model_parts, [0, 1])
     saved = source.state_dict()
@@ -537,6 +547,7 @@ def test_a_missing_key_is_named_and_nothing_changes(choice, parts, train, assert
         ((torch.optim.Adam, {}), (torch.optim.AdamW, {}), "decoupled_weight_decay"),
         ((FusedAdam, {"bias_correction": False}), (FusedAdam, {}), "bias_correction"),
         ((FusedAdam, {}), (FusedAdam, {"bias_correction": False}), "bias_correction"),
+        ((FusedSGD, {"momentum": 0.9}), (FusedSGD, {}), "momentum"),
     ],
 )
 def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name):
@@ -544,6 +555,48 @@ def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, name
     container = OptimizersContainer(parts, *loaded_as)
     with pytest.raises(ValueError, match=f"{name}' is .*, this optimizer was built with"):
         container.load_state_dict(saved)
+
+
+KINDS = {
+    "adam": (torch.optim.AdamW, FusedAdamW, {}),
+    "sgd": (torch.optim.SGD, FusedSGD, {"momentum": 0.9}),
+    "lion": (FusedLion, FusedLion, {}),
+}
+
+
+@pytest.mark.parametrize("written_by", [0, 1], ids=["torch", "ours"])
+@pytest.mark.parametrize(("saved_as", "loaded_as"), itertools.permutations(KINDS, 2))
+def test_the_algorithm_of_a_dict_is_named(
+    parts, train, assert_same, saved_as, loaded_as, written_by
+):
+    *classes, options = KINDS[saved_as]
+    source = OptimizersContainer(copy.deepcopy(parts), classes[written_by], options)
+    train(source, source.model_parts, [0])
+    *_, cls, options = KINDS[loaded_as]
+    container = OptimizersContainer(parts, cls, options)
+    train(container, parts, [1])
+    before = copy.deepcopy(container.state_dict())
+    with pytest.raises(ValueError, match=rf"0\.0\.weight' is of {saved_as}, expected {loaded_as}"):
+        container.load_state_dict(source.state_dict())
+    assert_same(container.state_dict(), before)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("classes", itertools.permutations([torch.optim.SGD, FusedSGD]))
+def test_sgd_goes_on_under_the_other_class(parts, train, classes, momentum):
+    copies = copy.deepcopy(parts)
+    options = {"lr": 0.1, "momentum": momentum, "dampening": 0.25}
+    source = OptimizersContainer(parts, classes[0], options)
+    train(source, parts, [0, 1])
+    for part, other in zip(parts, copies, strict=True):
+        other.load_state_dict(part.state_dict())
+    resumed = OptimizersContainer(copies, classes[1], options)
+    resumed.load_state_dict(source.state_dict())
+    train(source, parts, [2, 3])
+    train(resumed, copies, [2, 3])
+    for part, other in zip(parts, copies, strict=True):
+        for one, two in zip(part.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one, two)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.RMSprop])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 
 pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
 
@@ -115,6 +115,8 @@ def test_first_pattern_that_matches_decides() -> None:
         ("Adam", "for-loop", torch.optim.Adam),
         ("FusedAdamW", "fused", FusedAdamW),
         ("FusedAdam", "fused", FusedAdam),
+        ("Lion", "fused", FusedLion),
+        ("FusedSGD", "fused", FusedSGD),
     ],
 )
 def test_what_a_name_stands_for(name: str, implementation: str, expected: type) -> None:
@@ -134,7 +136,7 @@ def test_groups_override_the_implementation(name: str) -> None:
     assert type(foreach) is getattr(torch.optim, name)
     mixed = [group("bias", f"Fused{name}"), group(".*", name, fused=False)]
     types = [type(optimizer) for optimizer in build(ours, model(), *mixed)]
-    assert types == [getattr(ours, f"Fused{name}"), getattr(torch.optim, name)]
+    assert types == [ours.FUSED[name], getattr(torch.optim, name)]
 
 
 def test_ours_takes_adamw_groups_beside_muon() -> None:
@@ -435,7 +437,7 @@ def test_pipeline_stages_judge_options_together(monkeypatch: pytest.MonkeyPatch)
 
 FACTORY = "optimizer_factory_kwargs_by_name"
 REJECTED = {
-    "unknown name": (NotImplementedError, "SGD", [group(".*", "SGD")], {}),
+    "unknown name": (NotImplementedError, "RMSprop", [group(".*", "RMSprop")], {}),
     "unknown implementation": (AssertionError, "'quick'", [], {"implementation": "quick"}),
     "pattern without match": (ValueError, "'router'", [group("router"), group()], {}),
     "pattern after all": (ValueError, "before them: \\['bias'\\]", [group(), group("bias")], {}),

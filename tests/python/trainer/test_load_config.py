@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from torchopt_ext.optim.algorithms import ALGORITHMS
 from torchopt_ext.optim.options import CONFIGURED
 from torchopt_ext.trainer import config, quantize_config
 from torchopt_ext.trainer.config import ConfigError, JobConfig
@@ -466,7 +467,8 @@ def test_every_setting_is_read_or_rejected() -> None:
             name.startswith(others)
             or ".dataloader." in name
             or "expert_parallel_overlap" in name
-            or field in CONFIGURED  # containers/build.py reads all of them
+            or field in CONFIGURED  # containers/build.py reads all of them, and these
+            or any(field == own.name for each in ALGORITHMS.values() for own in each.hypers)
         )
         if "why" in field_of(name).metadata:
             known, value = True, get(JobConfig(), name)

@@ -37,9 +37,15 @@ IN_BACKWARD = {"early_step_in_backward": True}
     ("settings", "message"),
     [
         *(
-            ({"name": "SGD", "zero": zero}, "optimizer.name is 'SGD', expected 'Adam' or 'AdamW'")
+            (
+                {"name": "RMSprop", "zero": zero},
+                "optimizer.name is 'RMSprop', expected one of 'Adam',",
+            )
             for zero in ("none", "greedy")
         ),
+        ({"name": "Lion", "amsgrad": True}, "amsgrad has no effect: Lion has no such"),
+        ({"name": "SGD", "eps": 1e-6, "zero": "greedy"}, "eps has no effect: SGD has no such"),
+        ({"momentum": 0.9}, "momentum has no effect: AdamW has no such"),
         (
             {"shards": True, "implementation": "foreach"},
             "no effect with optimizer.implementation 'foreach'",
