@@ -53,7 +53,7 @@ def worker(
         worker("zero_faults", {2: 188, 4: 21}, NEWEST),
         worker("zero_groups", {4: 30}),
         worker("zero_misuse", {2: 22}),
-        worker("zero_random", {2: 48}),
+        worker("zero_random", {2: 52}),
     ],
 )
 def test_all_cases_pass(

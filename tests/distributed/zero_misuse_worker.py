@@ -368,7 +368,7 @@ def codes_of_other_layouts() -> None:
                 for name in ("exp_avg", "exp_avg_sq"):
                     assert state[name].float().equal(expected[name]), (kind, partition, name)
     adamw: Any = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
-    with pytest.raises(AttributeError, match="a AdamW, expected FusedAdam"):
+    with pytest.raises(AttributeError, match="a AdamW, expected a FusedOptimizer"):
         adamw.max_grad_norm = 1.0
 
 

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from rank_cases import difference, gathered, run_cases
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 SHAPES: list[tuple[int, ...]] = [(3,), (4, 5), (), (70, 3), (2, 3, 4), (64, 65), (300,)]
@@ -113,6 +115,32 @@ def any_operations(seed: int, partition: str, **options: Any) -> None:
             twins.check()
         except AssertionError:
             raise AssertionError(f"seed {seed}, {partition}, {options}: {done}") from None
+
+
+def whole_and_sharded(kind: Any, **options: Any) -> None:
+    """FSDP2's shards and ZeRO's have the bits of a whole optimizer of any algorithm."""
+    torch.manual_seed(0)
+    options |= {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 7), nn.Linear(7, 1)).to(torch.bfloat16)
+    cut = fully_shard(copy.deepcopy(model))
+    zero = {name: copy.deepcopy(model) for name in PARTITIONS}
+    optimizers = [kind(of.parameters(), **options) for of in (model, cut)]
+    for name, of in zero.items():
+        how = PARTITIONS[name]
+        optimizers.append(ZeroRedundancyOptimizer(of.parameters(), kind, **how, **options))
+    models = (model, cut, *zero.values())
+    params = list(zip(*(of.parameters() for of in models), strict=True))
+    for _ in range(3):
+        for whole, shard, *copies in params:
+            whole.grad = torch.randn(whole.shape).to(whole.dtype)
+            shard.grad = distribute_tensor(whole.grad, shard.device_mesh, shard.placements)
+            for own in copies:
+                own.grad = whole.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for whole, shard, *copies in params:
+            for found in (shard.full_tensor(), *copies):
+                assert not difference(found, whole)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -253,6 +281,15 @@ def cases() -> dict[str, Callable[[], None]]:
     masters = [{}, {"master_weights": "fp32"}, {"master_weights": "remainder"}]
     found = {
         f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(6)
+    }
+    found |= {
+        f"whole and sharded, {kind.__name__} {options}": partial(whole_and_sharded, kind, **options)
+        for kind, options in (
+            (FusedLion, {"master_weights": "fp32"}),
+            (FusedLion, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}),
+            (FusedSGD, {"master_weights": "remainder"}),
+            (FusedSGD, {"momentum": 0.9, "nesterov": True}),
+        )
     }
     return found | {
         f"{partition} {seed}": partial(

@@ -410,7 +410,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
+        self.defaults = defaults  # torch adds "differentiable", which only Adam's groups have
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults_for(group).items():
                 group.setdefault(key, default)

@@ -104,8 +104,8 @@ class Loaded:
         required = required_of(type(optimizer))
         fused = hasattr(optimizer, "defaults_for")
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
-        known = enumerate(zip(self.groups, optimizer.param_groups, strict=True))
-        pairs = [*known] if required is not None else []
+        known = [*enumerate(zip(self.groups, optimizer.param_groups, strict=True))]
+        pairs = known if required is not None else []
         for number, (group, own) in pairs:
             kind = algorithm_in(group) if fused else None
             if kind is not None and kind is not algorithm_of(own):
@@ -113,7 +113,7 @@ class Loaded:
                 return
             if lacking := (_NEEDED & own.keys()) - group.keys():
                 yield f"group {number} {_lacks(lacking, group, optimizer)}"
-        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        groups = [own for _, (group, own) in known for _ in group["params"]]
         for slot, group in zip(self.slots, groups, strict=True):
             if fused:
                 required = ("step", *algorithm_of(group).required)

@@ -1,4 +1,4 @@
-"""FusedAdam and FusedAdamW as functional optimizers: gradients are an argument of ``step``.
+"""Fused optimizers as functional optimizers: gradients are an argument of ``step``.
 
 torch.distributed.optim.utils.functional_optim_map expects this form. Steps inside DDP's backward
 need it because they update one bucket's parameters at a time.
@@ -13,25 +13,26 @@ from torch import Tensor
 from torch.distributed.optim.utils import functional_optim_map, register_functional_optim
 
 from torchopt_ext import ops
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedOptimizer
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from torchopt_ext.optim.algorithms import algorithm_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.state import init_param_states, moments_of
 from torchopt_ext.optim.storage import Storage
 
 
-class FunctionalFusedAdam:
-    """FusedAdam whose ``step`` takes the gradients. State and arithmetic are FusedAdam's.
+class FunctionalFused:
+    """A fused optimizer whose ``step`` takes the gradients. State and arithmetic are the same.
 
     Args:
         params: the parameters to update.
-        defaults: FusedAdam's arguments, except arguments that need all gradients at once
+        defaults: the optimizer's arguments, except arguments that need all gradients at once
             (``max_grad_norm``, ``skip_nonfinite``), change the storage, round randomly or track.
 
     Raises:
         ValueError: an argument is not available here, or there are no parameters.
     """
 
-    optimizer_class: type[FusedOptimizer] = FusedAdam
+    optimizer_class: type[FusedOptimizer]
 
     def __init__(
         self, params: Sequence[Tensor], *, _allow_empty_param_list: bool = False, **defaults: Any
@@ -70,34 +71,44 @@ class FunctionalFusedAdam:
         init_param_states(new, Storage())
         names = ("step", *moments_of(group, params[0], Storage()))
         held = {name: [self.state[param][name] for param in params] for name in names}
-        ops.adam_(
+        algorithm = algorithm_of(group)
+        getattr(torch.ops.torchopt_ext, f"{algorithm.name}_")(
             [param.detach() for param in params],
             [gradient for _, gradient in pairs],
-            held["exp_avg"],
-            held["exp_avg_sq"],
-            held.get("max_exp_avg_sq", []),
+            *(held.get(state.name, []) for state in algorithm.states),
             held["step"],
             self._control_on(params[0].device),
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            bias_correction=group.get("bias_correction", True),
+            **algorithm.arguments(group),
         )
 
 
-class FunctionalFusedAdamW(FunctionalFusedAdam):
-    """FusedAdamW whose ``step`` takes the gradients. State and arithmetic are FusedAdamW's."""
+class FunctionalFusedAdam(FunctionalFused):
+    """FusedAdam with gradients as an argument."""
+
+    optimizer_class = FusedAdam
+
+
+class FunctionalFusedAdamW(FunctionalFused):
+    """FusedAdamW with gradients as an argument."""
 
     optimizer_class = FusedAdamW
 
 
+class FunctionalFusedLion(FunctionalFused):
+    """FusedLion with gradients as an argument."""
+
+    optimizer_class = FusedLion
+
+
+class FunctionalFusedSGD(FunctionalFused):
+    """FusedSGD with gradients as an argument."""
+
+    optimizer_class = FusedSGD
+
+
 register: Any = register_functional_optim
-register(FusedAdam, FunctionalFusedAdam)
-register(FusedAdamW, FunctionalFusedAdamW)
+for functional in FunctionalFused.__subclasses__():
+    register(functional.optimizer_class, functional)
 
 
 def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -115,7 +126,7 @@ def constructor_of(
 
     Raises:
         ValueError: the class is functional but there is no overlap. With overlap, the class has no
-            functional counterpart, or FunctionalFusedAdam rejects the arguments.
+            functional counterpart, or it rejects the arguments.
     """
     functional = optimizer_class in functional_optim_map.values()
     if functional and not overlap_with_ddp:
@@ -125,6 +136,6 @@ def constructor_of(
     if optimizer_class not in functional_optim_map:
         raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
     found = functional_optim_map[optimizer_class]
-    if issubclass(found, FunctionalFusedAdam):
+    if issubclass(found, FunctionalFused):
         found([torch.zeros(1)], **defaults)  # otherwise this raises in the third backward pass
     return found

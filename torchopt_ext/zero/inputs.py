@@ -58,9 +58,9 @@ def check_elementwise(optimizer_class: Any) -> None:
     if not fused and optimizer_class not in REQUIRED:
         known = ", ".join(cls.__name__ for cls in REQUIRED)
         raise ValueError(
-            f"partition='balanced' divides parameters among ranks, which suits FusedAdam, "
-            f"FusedAdamW, {known}; {optimizer_class} may look at whole parameters. If it does not, "
-            f"say so with elementwise=True"
+            f"partition='balanced' divides parameters among ranks, which suits FusedOptimizer, "
+            f"{known}; {optimizer_class} may look at whole parameters. If it does not, say so with "
+            f"elementwise=True"
         )
 
 

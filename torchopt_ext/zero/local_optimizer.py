@@ -57,16 +57,16 @@ def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
 
 
 def fused(zero: ZeroRedundancyOptimizer) -> FusedOptimizer:
-    """Returns the local optimizer. Raises AttributeError unless it is FusedAdam or FusedAdamW."""
+    """Returns the local optimizer. Raises AttributeError unless it is a FusedOptimizer."""
     optim = getattr(zero, "optim", None)
     if not isinstance(optim, FusedOptimizer):
         found = "not built yet" if optim is None else f"a {type(optim).__name__}"
-        raise AttributeError(f"the local optimizer is {found}, expected FusedAdam or FusedAdamW")
+        raise AttributeError(f"the local optimizer is {found}, expected a FusedOptimizer")
     return optim
 
 
 def setting(name: str, doc: str) -> Any:
-    """Returns a property of ``zero`` that is a property of its local FusedAdam or FusedAdamW."""
+    """Returns a property of ``zero`` that is a property of its local FusedOptimizer."""
     return property(
         lambda zero: getattr(fused(zero), name),
         lambda zero, value: setattr(fused(zero), name, value),

@@ -38,7 +38,7 @@ from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
-from torchopt_ext.zero.functional import FunctionalFusedAdam
+from torchopt_ext.zero.functional import FunctionalFused
 from torchopt_ext.zero.local_optimizer import local_parts
 from torchopt_ext.zero.part import Part, in_memory_order
 from torchopt_ext.zero.ranks import bounded
@@ -182,7 +182,7 @@ def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
                 local = {"state": state, "param_groups": numbered(groups)}
                 load_whole(zero.optim, loaded.extra | local)
             else:  # a functional optimizer; torch's keep their step counts on the CPU
-                at = None if isinstance(zero.optim, FunctionalFusedAdam) else "cpu"
+                at = None if isinstance(zero.optim, FunctionalFused) else "cpu"
                 zero.optim.state = {
                     slot.param: {
                         name: converted(name, value, slot.param, Storage(), at)

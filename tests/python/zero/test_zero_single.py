@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchopt_ext import FusedAdam, FusedAdamW, GradScaler
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.ranks import LARGE, MAX_PACKED_BYTES, Ranks, batches
@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "FusedAdamW": (FusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "FusedLion": (FusedLion, {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedSGD": (FusedSGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
 PARTITIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -182,7 +184,7 @@ def test_functional_optimizers_are_for_overlap() -> None:
     groups = [{"params": [p]} for p in parameters()]
     with pytest.raises(ValueError, match="one param group"):
         ZeroRedundancyOptimizer(groups, torch.optim.AdamW, overlap_with_ddp=True, lr=0.1)
-    for kind in (FusedAdam, FusedAdamW):
+    for kind in (FusedAdam, FusedAdamW, FusedLion, FusedSGD):
         with pytest.raises(ValueError, match="have no norms"):
             ZeroRedundancyOptimizer(
                 parameters(), kind, overlap_with_ddp=True, lr=0.1, max_grad_norm=1.0
