@@ -217,7 +217,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     if (
         changes
         and not options.to_torch
-        and not any(OTHER_FORM.keys() & own.keys() for own in owners.values())
+        and not any({*OTHER_FORM, *MASTERS} & own.keys() for own in owners.values())
     ):
         raise CommandError(f"{options.input} has no moments: there is nothing to convert")
     wanted = KINDS[options.master_weights or "none"]
@@ -228,7 +228,7 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
     for own in owners.values():
         kinds = [kind for kind in (wanted, *MASTERS, *OTHER_FORM) if kind in own]
         if not kinds or (kinds[0] in OTHER_FORM and mixed and not weights.given):
-            continue  # not Adam's parameter, or a 32-bit parameter next to 16-bit parameters
+            continue  # without moments, or a 32-bit parameter next to 16-bit parameters
         entries.append(own[kinds[0]])
     weights.find(entries, wanted)
     for entry in entries:

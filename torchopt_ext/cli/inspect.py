@@ -25,7 +25,10 @@ from torchopt_ext.cli.tensors import MASTERS_NAMED
 from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
 from torchopt_ext.optim.storage import MASTER_WEIGHTS
 
-_SHOWN = ("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum")
+_SHOWN = (
+    *("algorithm", "lr", "betas", "eps", "weight_decay", "amsgrad"),
+    *("momentum", "dampening", "nesterov"),
+)
 _NO_OPTIONS = ("params", "param_names")
 
 

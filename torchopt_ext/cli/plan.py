@@ -28,6 +28,7 @@ from torchopt_ext.cli.terminal import (
     table,
     unit_of,
 )
+from torchopt_ext.optim.algorithms import NAMES
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.storage import MASTER_WEIGHTS, Storage
@@ -46,7 +47,7 @@ fsdp      fully_shard: weights are sharded, too, and gathered when they are used
 def parser() -> Parser:
     made = Parser(
         "plan",
-        "Shows what each rank holds and moves with FusedAdamW, without activations and "
+        "Shows what each rank holds and moves with a fused optimizer, without activations and "
         "communication buffers.",
         """
         --params 8e9 --world-size 8 --dtype bfloat16 --master-weights fp32
@@ -76,7 +77,9 @@ def parser() -> Parser:
         help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
         "for none (embedding)",
     )
-    made.add_argument("--amsgrad", action="store_true", help="include the third moment")
+    made.add_argument("--algorithm", choices=NAMES, default="adamw", help="of the step (adamw)")
+    made.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
+    made.add_argument("--momentum", action="store_true", help="include SGD's momentum")
     made.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
@@ -118,11 +121,13 @@ def main(args: list[str]) -> int:
                     master_weights=options.master_weights,
                     state_dtype=storage_of(options).state_dtype,
                     fp32_moments=options.fp32_moments,
+                    algorithm=options.algorithm,
                     amsgrad=options.amsgrad,
+                    momentum=options.momentum,
                     norm=not options.no_norm,
                 )
                 progress.add(1)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CommandError(f"{name}: {error}") from error
         if options.plot is not None:
             draw(name, plans, options.plot)

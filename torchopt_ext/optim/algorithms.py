@@ -109,7 +109,7 @@ def _declared() -> dict[str, Algorithm]:
 
 ALGORITHMS = _declared()
 ADAM = ALGORITHMS["adam"]
-_NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
+NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
 """The algorithm of each value that a group may have under "algorithm"."""
 
 STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in algorithm.states}
@@ -210,10 +210,10 @@ def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
         ValueError: there is no algorithm of this name.
     """
     name = group.get("algorithm", "adam")
-    if name not in _NAMES:
-        nearest = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.0)[0]
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"there is no algorithm {name!r}, expected one of {', '.join(map(repr, _NAMES))}; did "
+            f"there is no algorithm {name!r}, expected one of {', '.join(map(repr, NAMES))}; did "
             f"you mean {nearest!r}?"
         )
-    return ALGORITHMS[_NAMES[name]]
+    return ALGORITHMS[NAMES[name]]

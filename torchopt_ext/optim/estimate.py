@@ -1,4 +1,4 @@
-"""Bytes that a rank holds and moves with FusedAdam and FusedAdamW, from shapes and options."""
+"""Bytes that a rank holds and moves with fused optimizers, from shapes and options."""
 
 import bisect
 import functools
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.algorithms import ADAM
+from torchopt_ext.optim.algorithms import State, algorithm_of, keys_of, reject_unknown
 from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
@@ -23,13 +23,10 @@ from torchopt_ext.statedict.entries import MASTERS
 STEP = 4
 """Bytes of a tensor's step count."""
 
-SCALE = 4 * len(ADAM.required)
-"""Bytes of a group's scales."""
-
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of one element of a parameter in a step with FusedAdamW.
+    """Bytes of one element of a parameter in a step.
 
     Attributes:
         master, moments: bytes held, without the scales of 8-bit moments.
@@ -51,7 +48,7 @@ class RankBytes:
         weights: parameters, including frozen parameters and padding.
         gradients: gradients that are kept from backward until the step.
         masters: fp32 master weights or remainders.
-        moments: first, second and, with amsgrad, largest second moments, and their scales.
+        moments: the algorithm's states, such as first and second moments, and their scales.
         steps: the tensors' step counts; a tensor that is cut has one in each piece.
         moved: memory read and written by the optimizer's step.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
@@ -74,14 +71,17 @@ class RankBytes:
 
 
 def element_bytes(
-    param: Tensor, grad_dtype: torch.dtype | None, storage: Storage, amsgrad: bool, norm: bool
+    param: Tensor,
+    grad_dtype: torch.dtype | None,
+    storage: Storage,
+    states: Sequence[State],
+    norm: bool,
 ) -> ElementBytes:
     """Returns the bytes of one element of a parameter; reads no values of the parameter."""
     weight = param.dtype.itemsize
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
-    states = ADAM.states_of({"amsgrad": amsgrad})
     moments = sum(dtype.itemsize for dtype in storage.entries(param, states).values())
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
@@ -112,12 +112,14 @@ def estimate(
     grad_dtype: torch.dtype | None = None,
     master_weights: MasterWeights | None = None,
     state_dtype: StateDtype | None = None,
+    algorithm: str = "adamw",
     amsgrad: bool = False,
+    momentum: float = 0.0,
     norm: bool = True,
     bucket_elements: int | None = None,
     fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
 ) -> list[RankBytes]:
-    """Estimates the bytes that every rank holds and moves with FusedAdamW over these parameters.
+    """Estimates the bytes that every rank holds and moves with an optimizer of these parameters.
 
     Activations, communication buffers (DDP's buckets, FSDP's gathered layers, two buckets of a
     sharded backward pass), and memory that does not grow with the model are not counted.
@@ -128,7 +130,9 @@ def estimate(
         sharding: one of :data:`SHARDINGS`.
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
-        master_weights, state_dtype, amsgrad: as FusedAdamW's.
+        master_weights, state_dtype: as FusedAdamW's.
+        algorithm: "adamw", "adam", "lion" or "sgd".
+        amsgrad, momentum: as the algorithm's.
         norm: whether gradients are clipped or checked, which reads them once more.
         bucket_elements: as ZeroRedundancyOptimizer's, for "balanced" and "zero2".
         fp32_moments: as FusedAdamW's; embeddings may be on the meta device if their module exists.
@@ -138,13 +142,20 @@ def estimate(
 
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be held this way.
-        TypeError: ``params`` is a module; ``fp32_moments`` is no collection of strings and tensors.
+        TypeError: ``params`` is a module; ``fp32_moments`` is no collection of strings and tensors;
+            the algorithm has no ``amsgrad`` or no ``momentum``.
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
     expect_counts(world_size=world_size)
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
+    asked = {"amsgrad": amsgrad, "momentum": momentum}
+    chosen: dict[str, Any] = {key: value for key, value in asked.items() if value}
+    chosen["algorithm"] = algorithm
+    reject_unknown(chosen, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
+    states = algorithm_of(chosen).states_of(chosen)
+    scale = 4 * sum(state.is_moment for state in states)  # of a group of elements
     storage = Storage(master_weights, state_dtype)
     if amsgrad and storage.state_dtype == torch.int8:
         raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
@@ -154,8 +165,13 @@ def estimate(
         raise TypeError(f"params is of type {kind}, expected its parameters or named_parameters()")
     params = list(params)
     for item in params:
-        if isinstance(item, Mapping) and item.get("amsgrad", amsgrad) != amsgrad:
-            raise ValueError(f"a group has amsgrad={item['amsgrad']}, expected amsgrad={amsgrad}")
+        if not isinstance(item, Mapping):
+            continue
+        for key, value in asked.items():
+            if bool(item.get(key, value)) != bool(value):
+                raise ValueError(f"a group has {key}={item[key]}, expected {key}={value}")
+        if algorithm_of({**chosen, **item}) is not algorithm_of(chosen):
+            raise ValueError(f"a group is of {item['algorithm']!r}, expected {algorithm!r}")
     named = list(_named(params))
     tensors = [param for _, param in named]
     for number, (name, param) in enumerate(named):
@@ -170,7 +186,7 @@ def estimate(
     trained = [p for p in tensors if p.requires_grad]
     gradients = sum(p.numel() * made.width(p) for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
-    kinds = {made.kind(p): element_bytes(p, grad_dtype, storage, amsgrad, norm) for p in trained}
+    kinds = {made.kind(p): element_bytes(p, grad_dtype, storage, states, norm) for p in trained}
     # In units of (world_size - 1) / world_size, the share of the bytes that a ring sends.
     sent = {
         "ddp": 2 * gradients,
@@ -191,9 +207,9 @@ def estimate(
             weights=weights + shares.weights,
             gradients=gradients + reduced,
             masters=sum(kind.master * n for kind, n in by_kind),
-            moments=sum(kind.moments * n for kind, n in by_kind) + SCALE * groups,
+            moments=sum(kind.moments * n for kind, n in by_kind) + scale * groups,
             steps=STEP * tensors,
-            moved=sum(kind.moved * n for kind, n in by_kind) + 2 * SCALE * groups,
+            moved=sum(kind.moved * n for kind, n in by_kind) + 2 * scale * groups,
             sent=sent * (world_size - 1) // world_size,
         )
 

@@ -1,10 +1,12 @@
 """FusedLion: Lion in two passes over memory."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor
 
+from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.options import StepArguments, with_options
 
@@ -18,6 +20,8 @@ class FusedLion(FusedOptimizer):
         params, **options, and errors: as in :class:`FusedOptimizer`.
         betas: weights of the old average in the direction, and in the new average.
     """
+
+    estimate = staticmethod(partial(estimate, algorithm="lion"))
 
     @with_options
     def __init__(

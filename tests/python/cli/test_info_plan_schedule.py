@@ -225,6 +225,8 @@ BF16 = torch.bfloat16
         ("--state-dtype bf16", {"state_dtype": BF16}),
         ("--state-dtype int8", {"state_dtype": "int8"}),
         ("--amsgrad", {"amsgrad": True}),
+        ("--algorithm lion", {"algorithm": "lion"}),
+        ("--algorithm sgd --momentum", {"algorithm": "sgd", "momentum": True}),
         ("--no-norm", {"norm": False}),
     ],
 )

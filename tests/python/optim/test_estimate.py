@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext import FusedAdamW, ops, param_groups
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD, ops, param_groups
 from torchopt_ext.optim.estimate import SHARDINGS, estimate, unevenness
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -38,6 +38,10 @@ COUNT = sum(p.numel() for p in tensors(F32))
         (F32, {"amsgrad": True}, 12, 4 + 36),
         (F32, {"state_dtype": BF16}, 4, 4 + 20),
         (F32, {"grad_dtype": BF16}, 8, 2 + 26),
+        (F32, {"algorithm": "lion"}, 4, 4 + 20),
+        (BF16, {"algorithm": "lion", "master_weights": "fp32"}, 8, 2 + 20),
+        (F32, {"algorithm": "sgd", "momentum": 0.9}, 4, 4 + 20),
+        (F32, {"algorithm": "sgd"}, 0, 4 + 12),
     ],
 )
 def test_bytes_of_an_element(
@@ -63,18 +67,27 @@ def test_bytes_of_an_element(
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_step_allocates_what_was_estimated(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, FusedSGD])
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}], ids=["", "momentum"])
+def test_a_step_allocates_what_was_estimated(
+    kind: Any, dtype: torch.dtype, options: dict[str, Any], momentum: dict[str, float]
+) -> None:
+    if (momentum and kind is not FusedSGD) or ("amsgrad" in options and kind is not FusedAdamW):
+        with pytest.raises(TypeError, match=r"has no argument '(amsgrad|momentum)'"):
+            kind.estimate(tensors(dtype), **options, **momentum)
+        return
+    options = options | momentum
     params = tensors(dtype, "cpu")
     for param in params:
         param.grad = torch.ones_like(param)
-    optimizer = FusedAdamW(params, **options)
+    optimizer = kind(params, **options)
     optimizer.step()
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for state in optimizer.state.values()
         for value in state.values()
     }
-    (rank,) = FusedAdamW.estimate(params, **options)
+    (rank,) = kind.estimate(params, **options)
     expected = rank.masters + rank.moments + rank.steps
     assert expected <= sum(storages.values()) <= expected + 64 * 3 * len(params)
 
