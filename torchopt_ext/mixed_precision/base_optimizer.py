@@ -30,7 +30,9 @@ class BaseOptimizer(HookedStep, Optimizer):
         if not isinstance(optim, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got {type(optim).__name__}")
         self.optim = optim
+        defaults = dict(optim.defaults)
         super().__setstate__({})  # creates tables of hooks, but no param groups
+        optim.defaults = defaults  # torch adds "differentiable", which not all optimizers have
 
     # torch's Optimizer reads and sets these attributes.
     param_groups = forwarded("optim", "param_groups")

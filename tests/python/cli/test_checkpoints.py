@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.cli import convert
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.quantized import CODES, SCALES
@@ -311,8 +312,8 @@ def long_rows() -> nn.Sequential:
     return nn.Sequential(nn.Linear(200, 30), nn.Linear(30, 5), last)
 
 
-def stepped(model: nn.Module, **options: Any) -> FusedAdamW:
-    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, **options)
+def stepped(model: nn.Module, kind: Any = FusedAdamW, **options: Any) -> Any:
+    optimizer = kind(model.named_parameters(), lr=1e-2, **options)
     for _ in range(2):
         for param in model.parameters():
             param.grad = torch.randn(param.shape)
@@ -326,16 +327,17 @@ HELD: dict[str, Any] = {"float32": None, "bfloat16": BF16, "int8": "int8"}
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 @pytest.mark.parametrize("kept", HELD)
 @pytest.mark.parametrize("saved", HELD)
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, partial(FusedSGD, momentum=0.9)])
 def test_convert_8_bit_moments(
-    run: Run, tmp_path: Path, saved: str, kept: str, format: str
+    run: Run, tmp_path: Path, kind: Any, saved: str, kept: str, format: str
 ) -> None:
     """convert writes what an optimizer with the other moments loads."""
     model = long_rows()
-    optimizer = stepped(model, state_dtype=HELD[saved])
+    optimizer = stepped(model, kind, state_dtype=HELD[saved])
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     run("convert", tmp_path / "a.pt", tmp_path / "b", "--state-dtype", kept, "--format", format)
     other, taken = (
-        FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=HELD[kept]) for _ in range(2)
+        kind(model.named_parameters(), lr=1e-2, state_dtype=HELD[kept]) for _ in range(2)
     )
     other.load_state_dict(optimizer.state_dict())
     expected = other.state_dict()["state"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
 from ..optim.subject import assert_same_bits, bits
@@ -182,6 +182,15 @@ def test_fused_bases_with_options(fused: Any, torchs: Any, options: dict[str, An
         torch.testing.assert_close(w, v, rtol=2e-6, atol=2e-6)
     assert all(ours.state[p]["master_weight"].dtype == FP32 for p in params)
     assert all(ours.state[p]["exp_avg"].dtype == FP32 for p in params)
+
+
+def test_groups_keep_their_keys_in_a_load() -> None:
+    first, second = (
+        FSDPadaptOptimizer(FusedLion(parameters(BF16, SHORT), lr=0.01)) for _ in range(2)
+    )
+    drive(first, first.param_groups[0]["params"], range(2))
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0].keys() == first.param_groups[0].keys()
 
 
 class Refusing(torch.optim.SGD):
