@@ -208,10 +208,14 @@ class FusedOptimizer(HookedStep, PlannedStep):
         Raises:
             TypeError: the group has a hyperparameter that its algorithm lacks.
         """
-        if isinstance(group, dict) and (own := self.defaults_for(group)) is not self.defaults:
-            name = group["algorithm"]
-            foreign = {k for other in ALGORITHMS for k in keys_of(other)}.difference(keys_of(name))
-            reject_unknown(foreign & group.keys(), keys_of(name), f"a param group of {name!r}")
+        if not isinstance(group, dict):
+            return
+        own = self.defaults_for(group)
+        algorithm = algorithm_of({**own, **group}).name
+        known = {key for other in ALGORITHMS for key in keys_of(other)}
+        foreign = known.difference(keys_of(algorithm), own) & group.keys()
+        reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
+        if own is not self.defaults:
             for key, value in own.items():
                 group.setdefault(key, value)
 

@@ -262,6 +262,11 @@ def test_groups_of_several_algorithms() -> None:
             ValueError,
             "beta parameter at index 1: 1.5",
         ),
+        (
+            lambda p: FusedLion([{"params": p, "amsgrad": True}]),
+            TypeError,
+            "a param group of 'lion' has no argument 'amsgrad'",
+        ),
         (lambda p: FusedSGD(p, momentum=-1.0), ValueError, "Invalid momentum value: -1"),
         (lambda p: FusedSGD(p, nesterov=True), ValueError, "Nesterov momentum requires"),
         (lambda p: FusedSGD(p, lr=-1.0), ValueError, "Invalid learning rate: -1"),
