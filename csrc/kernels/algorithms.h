@@ -15,13 +15,13 @@ using Algorithms = std::tuple<Adam, Lion, Sgd>;  // in the order of Algorithm
 
 // Calls f(A{}) for every algorithm A.
 template <class F>
-TORCHOPT_HD constexpr void for_each_algorithm(const F& f) {
+constexpr void for_each_algorithm(const F& f) {
   [&]<class... As>(std::tuple<As...>*) { (f(As{}), ...); }(static_cast<Algorithms*>(nullptr));
 }
 
 // Calls f(A{}) for one algorithm.
 template <class F>
-TORCHOPT_HD constexpr void with_algorithm(Algorithm algorithm, const F& f) {
+constexpr void with_algorithm(Algorithm algorithm, const F& f) {
   for_each_algorithm([&](auto a) {
     if (decltype(a)::kId == algorithm) {
       f(a);
@@ -45,14 +45,19 @@ inline Declaration declaration_of(Algorithm algorithm) {
 }
 
 // Returns the scalars of a tensor's step.
+template <class T, class... As>
+TORCHOPT_HD inline Scalars<T> scalars_among(std::tuple<As...>* /*all*/, Algorithm algorithm,
+                                            const Hyper& hyper, int64_t step, double grad_factor) {
+  Scalars<T> scalars{};
+  (void)((As::kId == algorithm &&
+          (scalars = As::template scalars<T>(hyper, step, grad_factor), true)) ||
+         ...);
+  return scalars;
+}
 template <class T>
 TORCHOPT_HD inline Scalars<T> scalars_of(Algorithm algorithm, const Hyper& hyper, int64_t step,
                                          double grad_factor) {
-  Scalars<T> scalars{};
-  with_algorithm(algorithm, [&](auto a) {
-    scalars = decltype(a)::template scalars<T>(hyper, step, grad_factor);
-  });
-  return scalars;
+  return scalars_among<T>(static_cast<Algorithms*>(nullptr), algorithm, hyper, step, grad_factor);
 }
 
 }  // namespace
