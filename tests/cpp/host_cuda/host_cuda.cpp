@@ -140,12 +140,11 @@ void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, cudaS
   });
 }
 
-void launch_traced(Kind kind, const UpdateArgs& args, const TraceArgs& traces,
-                        int64_t chunk_count, cudaStream_t stream) {
+void launch_traced(Kind kind, const UpdateArgs& args, const TraceArgs& traces, int64_t chunk_count,
+                   cudaStream_t stream) {
   for_each_block(chunk_count, kUpdateThreads, stream, [&](const HostCta& cta) {
     TracedShared shared;
-    with_kind(kind,
-              [&](auto constant) { traced_body<constant()>(cta, shared, args, traces); });
+    with_kind(kind, [&](auto constant) { traced_body<constant()>(cta, shared, args, traces); });
   });
 }
 
