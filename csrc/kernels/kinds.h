@@ -33,7 +33,8 @@ constexpr const KindTraits& traits_of(Kind kind) { return kKindTraits[static_cas
 
 // In a kernel, whose kind is a constant. CUDA calls no constexpr function of the host.
 template <Kind kKind>
-inline constexpr KindTraits kTraits = traits_of(kKind);
+inline constexpr KindTraits kTraits =
+    traits_of(kKind);  // NOLINT(modernize-avoid-c-style-cast): clang-tidy sees (Kind)3
 
 template <Kind kKind>
 using AlgorithmOf = std::tuple_element_t<static_cast<size_t>(kTraits<kKind>.algorithm), Algorithms>;
