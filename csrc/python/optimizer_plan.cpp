@@ -66,7 +66,7 @@ py::object value_in(py::handle group, const HyperSpec& spec) {
 // or if `device` cannot read the learning rate.
 GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
                       BeforePython before) {
-  GroupHyper read{.algorithm = algorithm};
+  GroupHyper read{.algorithm = algorithm, .hyper = {}, .lr = {}};
   double* to = read.hyper.value;
   for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
     double& number_to = *to++;
