@@ -95,7 +95,9 @@ struct HostCta {
   void each_warp(const F& f) const {
     in_some_order(threads / kWarpThreads, [&](int warp) { f(warp, HostWarp{}); });
   }
-  static void add(int64_t* where, int64_t change) { *where += change; }
+  static void add(int64_t* where, int64_t change) {  // wraps, as on a GPU
+    *where = static_cast<int64_t>(static_cast<uint64_t>(*where) + static_cast<uint64_t>(change));
+  }
 };
 
 }  // namespace torchopt_ext
