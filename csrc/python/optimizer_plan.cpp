@@ -68,13 +68,14 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
                       BeforePython before) {
   GroupHyper read{.algorithm = algorithm, .hyper = {}, .lr = {}};
   double* to = read.hyper.value;
-  for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
+  const auto hypers = declaration_of(algorithm).hypers;
+  for (const HyperSpec& spec : hypers) {
     double& number_to = *to++;
     if (!spec.in_operator) {
       continue;
     }
     py::object value = value_in(group, spec);
-    if (&spec == declaration_of(algorithm).hypers.data() + kLr && THPVariable_Check(value.ptr())) {
+    if (&spec == &hypers[kLr] && THPVariable_Check(value.ptr())) {
       before();
       read.lr = THPVariable_Unpack(value.ptr());
       if (c10::isReducedFloatingType(read.lr.scalar_type()) ||

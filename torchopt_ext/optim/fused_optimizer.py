@@ -15,7 +15,7 @@ from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
 from torchopt_ext.optim import state as param_state
 from torchopt_ext.optim.algorithms import (
-    ALGORITHMS,
+    HYPERS,
     SHARED,
     algorithm_of,
     check_values,
@@ -212,8 +212,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             return
         own = self.defaults_for(group)
         algorithm = algorithm_of({**own, **group}).name
-        known = {key for other in ALGORITHMS for key in keys_of(other)}
-        foreign = known.difference(keys_of(algorithm), own) & group.keys()
+        foreign = HYPERS.difference(keys_of(algorithm), own) & group.keys()
         reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
         if own is not self.defaults:
             for key, value in own.items():
