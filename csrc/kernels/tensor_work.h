@@ -21,8 +21,9 @@ inline constexpr int kMostMoments = kStep - kScale;  // of 8 bits: the first sta
 inline constexpr int kElementArrays = kScale;        // kParam to kMaster: per-element arrays
 inline constexpr int kPersistentArrays = kGrad;      // kParam to kStep: arrays kept between steps
 
-TORCHOPT_HD constexpr Array state_array(int k) { return static_cast<Array>(kState + k); }
-TORCHOPT_HD constexpr Array scale_array(int k) { return static_cast<Array>(kScale + k); }
+// Static, as everything that the kernels' objects of each instruction set compile for themselves.
+TORCHOPT_HD static constexpr Array state_array(int k) { return static_cast<Array>(kState + k); }
+TORCHOPT_HD static constexpr Array scale_array(int k) { return static_cast<Array>(kScale + k); }
 
 // Elements of a parameter whose numbers differ only in their lowest kStreamBits bits share a
 // RoundingStream (stochastic.h) and a digest's base (digest.h).
