@@ -7,13 +7,10 @@ Sections, names and defaults are those of torchtitan at commit 96c11f922. Settin
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from torchopt_ext.optim.options import configures_step
-from torchopt_ext.trainer.quantize_config import MX, Float8, Quantize
 
 
 class ConfigError(ValueError):
@@ -48,23 +45,6 @@ def at_least(least: float, *, default: Any, less_than: float = math.inf) -> Any:
     return field(default=default, metadata={"bounds": (least, less_than)})
 
 
-def only(default: Any, why: str) -> Any:
-    """Returns a dataclass field that must keep its default. supported.py rejects other values."""
-    return field(default_factory=partial(copy, default), metadata={"why": why})
-
-
-_NO_EXPERTS = "there is no expert parallelism"
-_NO_OVERLAP = "tensor parallel communication is not overlapped"
-_NO_LISTS = "use pipeline_parallel_split_points"
-_NO_CSV = "use a schedule of torch's by its name"
-_NO_BALANCER = "sequences are divided as torch does"
-_ALL_SAVED = "the data's position is saved with the rest"
-_NO_WARNINGS = "training.deterministic rejects what is not deterministic"
-_NO_SEMI_SYNC = "replica groups synchronize in every step"
-_NO_HF = "models have no conversion from and to Hugging Face's names"
-NO_BUDGET = "activations are recomputed by layer or operator"
-
-
 @dataclass
 class Job:
     config_file: str | None = None
@@ -73,8 +53,6 @@ class Job:
     """Folder for everything that the job writes."""
     description: str = "default job"
     """Description of the job in the log."""
-    use_for_integration_test: bool = False
-    """Accepted in torchtitan's files; has no effect."""
     print_args: bool = False
     """Log all settings at the start."""
     save_config_file: str | None = None
@@ -275,22 +253,12 @@ class Parallelism:
     """Name of a schedule of torch.distributed.pipelining."""
     pipeline_parallel_microbatch_size: int = at_least(1, default=1)
     """Sequences per microbatch."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Accepted in torchtitan's files; has no effect."""
     context_parallel_degree: int = 1
     """Ranks that shard each sequence (context parallelism)."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """Collective that exchanges keys and values."""
     zero: Literal["none", "greedy", "balanced"] = "none"
     """Shard the optimizer's state over replicas with ZeroRedundancyOptimizer."""
-    # Not supported: only the default is accepted.
-    enable_async_tensor_parallel: bool = only(False, _NO_OVERLAP)
-    module_fqns_per_model_part: list[list[str]] | None = only(None, _NO_LISTS)
-    pipeline_parallel_schedule_csv: str | None = only("", _NO_CSV)
-    context_parallel_load_balancer: str | None = only("headtail", _NO_BALANCER)
-    expert_parallel_degree: int = only(1, _NO_EXPERTS)
-    expert_tensor_parallel_degree: int = only(1, _NO_EXPERTS)
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = only("standard", _NO_EXPERTS)
 
 
 @dataclass
@@ -325,16 +293,11 @@ class Checkpoint:
     """Save after step 1, to find out early whether saving works."""
     load_only: bool = False
     """Load checkpoints, but save none."""
-    # Not supported: only the default is accepted.
-    enable_ft_dataloader_checkpoints: bool = only(True, _ALL_SAVED)
-    initial_load_in_hf: bool = only(False, _NO_HF)
-    initial_load_in_hf_quantized: bool = only(False, _NO_HF)
-    last_save_in_hf: bool = only(False, f"{_NO_HF}; export_safetensors keeps the model's own")
 
 
 @dataclass
 class ActivationCheckpoint:
-    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    mode: Literal["selective", "full", "none"] = "selective"
     """Activations that are recomputed in backward."""
     selective_ac_option: str = "2"
     """For mode selective: n for every n-th layer, or "op" for all but costly operators."""
@@ -346,18 +309,12 @@ class ActivationCheckpoint:
     """As in torch.utils.checkpoint."""
     debug: bool = False
     """As in torch.utils.checkpoint."""
-    # Not supported: only the default is accepted.
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = only(["moe.router.gate"], _NO_EXPERTS)
-    memory_budget: float = only(0.5, NO_BUDGET)
-    visualize_memory_budget_pareto: bool = only(False, NO_BUDGET)
 
 
 @dataclass
 class Compile:
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
     """Parts that training.compile compiles."""
-    # Not supported: only the default is accepted.
-    backend: str = only("inductor", "torch.compile uses inductor")
 
 
 @dataclass
@@ -372,15 +329,6 @@ class Comm:
     """Folder for the flight recorder's files, in dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of the names of the flight recorder's files."""
-    # Not supported: only the default is accepted.
-    mode: Literal["default", "fake_backend", "local_tensor"] = only("default", "ranks communicate")
-
-
-@dataclass
-class MemoryEstimation:
-    # Not supported: only the default is accepted.
-    enabled: bool = only(False, "memory is measured, in metrics")
-    disable_fake_mode: bool = only(False, "memory is measured, in metrics")
 
 
 @dataclass
@@ -397,12 +345,6 @@ class FaultTolerance:
     """Number of replica groups that share the data."""
     min_replica_size: int = 1
     """Smallest number of replica groups for a step."""
-    # Not supported: only the default is accepted.
-    semi_sync_method: str | None = only(None, _NO_SEMI_SYNC)
-    sync_steps: int = only(5, _NO_SEMI_SYNC)
-    should_quantize: bool = only(False, _NO_SEMI_SYNC)
-    fragment_sync_delay: int = only(0, _NO_SEMI_SYNC)
-    fragment_update_alpha: float = only(0.0, _NO_SEMI_SYNC)
 
 
 @dataclass
@@ -432,13 +374,6 @@ class Validation:
 
 
 @dataclass
-class Debug:
-    # Not supported: only the default is accepted.
-    deterministic_warn_only: bool = only(False, _NO_WARNINGS)
-    moe_force_load_balance: bool = only(False, _NO_EXPERTS)
-
-
-@dataclass
 class JobConfig:
     """All settings of a job. `load_config` reads them from a TOML file and a command line."""
 
@@ -453,15 +388,13 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    mx: MX = field(default_factory=MX)
-    quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
-    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     experimental: Experimental = field(default_factory=Experimental)
     validation: Validation = field(default_factory=Validation)
-    debug: Debug = field(default_factory=Debug)
+
+    unused: dict[str, Any] = field(default_factory=dict, init=False)
+    """Values that a file or command line has for settings of torchtitan that this Trainer lacks."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all settings by section and name."""

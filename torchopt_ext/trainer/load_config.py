@@ -1,7 +1,7 @@
-"""Builds a JobConfig from a TOML file and a command line.
+"""Builds a JobConfig from a TOML file and a command line, whose values tyro reads.
 
 The command line overrides the file, and the file overrides the defaults, as in torchtitan 0.2
-(torchtitan/config/manager.py). Both may use the names of torchtitan 0.1 and 0.2.
+(torchtitan/config/manager.py). Both may use the names of torchtitan 0.1 and 0.2 (torchtitan.toml).
 """
 
 import contextlib
@@ -11,33 +11,24 @@ import enum
 import functools
 import importlib
 import io
-import re
 import tomllib
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
-_RENAMED = {
-    "checkpoint.enable": "checkpoint.enable_checkpoint",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
-    "compile.enable": "training.compile",
-    "config": "job.config_file",
-    "debug.deterministic": "training.deterministic",
-    "debug.seed": "training.seed",
-    "experimental.custom_args_module": "job.custom_config_module",
-    "job.print_config": "job.print_args",
-    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
-    "memory_estimation.enable": "memory_estimation.enabled",
-    "training.debug_moe_force_load_balance": "debug.moe_force_load_balance",
-    "training.local_batch_size": "training.batch_size",
+TORCHTITAN = tomllib.loads(resources.files(__package__).joinpath("torchtitan.toml").read_text())
+RENAMED: dict[str, str] = TORCHTITAN["renamed"]
+REJECTED = {
+    name: (only, why)
+    for why, names in TORCHTITAN["rejected"].items()
+    for name, only in names.items()
 }
-"""Other names of settings in torchtitan 0.1 to 0.2.2, and `--config`."""
+"""The accepted value of each setting that the Trainer lacks, and why it lacks it."""
+IGNORED: dict[str, str] = TORCHTITAN["ignored"]
 
 
 def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train") -> JobConfig:
@@ -54,28 +45,38 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
             which. For an unknown name it suggests the nearest valid name.
         MissingExtra: tyro is not installed. The message says how to install it.
     """
+    tyro = import_extra("tyro", "reading a job's configuration")
     options = list(_options(args))
     path = _given(options, "job.config_file")
     file = _read(path) if path else {}
-    module = _given(options, "job.custom_config_module")
-    if module is None:
-        module = _given(_leaves({}, file), "job.custom_config_module")
-    config = (_extended(str(module)) if module else JobConfig)()
-    _set_from_file(config, file, path)
-    _set_from_options(config, options, prog)
+    module = _given([*_leaves({}, file), *options], "job.custom_config_module")
+    config = (_extended(module) if module else JobConfig)()
+    settings = settings_of(type(config))
+    if "help" in dict(options):
+        tyro.cli(type(config), prog=prog, args=["--help"], default=config, use_underscores=True)
+    seen: dict[str, str] = {}
+    for given, value in _leaves(settings, file):
+        if value == {} and any(name.startswith(f"{given}.") for name in (*settings, *REJECTED)):
+            continue
+        try:
+            name = _set(config, settings, given, value)
+        except ConfigError as error:
+            raise ConfigError(f"in {path}, {error}") from error
+        if name in seen:
+            raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
+        seen[name] = given
+    for given, value in options:
+        _set(config, settings, given, value)
     return config
 
 
-def _given(options: Iterable[tuple[str, Any]], name: str) -> Any:
+def _given(options: Iterable[tuple[str, Any]], name: str) -> str | None:
     """Returns the last value given for a setting under either of its names, or None."""
-    found = None
-    for given, value in options:
-        if given == name or _RENAMED.get(given) == name:
-            found = value[-1] if isinstance(value, list) and value else value
-    return found or None
+    found = [value for given, value in options if name in (given, RENAMED.get(given))]
+    return str(found[-1]) if found and found[-1] else None
 
 
-# ---- names and types -----------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def settings_of(cls: Any) -> dict[str, Any]:
@@ -84,100 +85,90 @@ def settings_of(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        inner = settings_of(kind) if dataclasses.is_dataclass(kind) else {"": kind}
-        settings |= {f"{field.name}.{key}".rstrip("."): value for key, value in inner.items()}
+        if dataclasses.is_dataclass(kind):
+            settings |= {f"{field.name}.{key}": inner for key, inner in settings_of(kind).items()}
+        elif field.init:
+            settings[field.name] = kind
     return settings
 
 
-def _name_of(given: str, settings: Mapping[str, Any]) -> str:
-    """Returns the setting that `given` names.
+def _set(config: JobConfig, settings: Mapping[str, Any], given: str, value: Any) -> str:
+    """Sets the setting that `given` names, and returns its name.
+
+    Args:
+        value: as TOML has it; of an option its text, a list of several, or None for a switch.
 
     Raises:
-        ConfigError: No setting has this name.
+        ConfigError: No setting has this name, or the value does not fit.
     """
-    name = given if given in settings else _RENAMED.get(given, given)
-    if name in settings:
+    name, on = _name_of(given, settings), True
+    if name is None and value is None:
+        name, on = _name_of(given.replace(".no_", ".", 1), settings), False
+    if name is None:
+        raise ConfigError(_unknown(given, settings))
+    kind = settings.get(name)
+    if value is None and kind in (bool, None):
+        value = on
+    if kind is None:
+        config.unused[name] = value
         return name
+    *sections, field = name.split(".")
+    setattr(functools.reduce(getattr, sections, config), field, _parsed(given, kind, value))
+    return name
+
+
+def _name_of(given: str, settings: Mapping[str, Any]) -> str | None:
+    """Returns the name of a setting, or of one that only torchtitan has, or None."""
+    name = given if given in settings else RENAMED.get(given, given)
+    unused = name in REJECTED or any(f"{name}.".startswith(f"{one}.") for one in IGNORED)
+    return name if unused or name in settings else None
+
+
+def _unknown(given: str, settings: Mapping[str, Any]) -> str:
+    """Describes a name that no setting has, with the nearest name."""
+    sections = {name.rpartition(".")[0] for name in settings}
+    if given in sections:
+        return f"{given} is a section, expected one of its settings: {given}.<name>"
     last = given.rpartition(".")[2]
     near = [known for known in settings if known.rpartition(".")[2] == last]
-    sections = [] if "." in given else sorted({known.partition(".")[0] for known in settings})
-    if given in sections:
-        raise ConfigError(f"{given} is a section, expected one of its settings: {given}.<name>")
-    near += difflib.get_close_matches(given, [*sections, *settings, *_RENAMED], n=1)
-    hint = f"did you mean {_RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
-    raise ConfigError(f"there is no setting {given}: {hint}")
+    near += difflib.get_close_matches(given, [*sections, *settings, *RENAMED], n=1)
+    hint = f"did you mean {RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
+    return f"there is no setting {given}: {hint}"
 
 
-def checked(kind: Any, value: Any) -> Any:
-    """Returns a value as a field's type has it, such as a list of a text with commas.
+def _parsed(given: str, kind: Any, value: Any) -> Any:
+    """Returns a value as a field's type has it. Text has commas between items of a list or table.
 
     Raises:
-        TypeError: The value is of another type.
+        ConfigError: The value does not fit.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        for one in inner:
-            with contextlib.suppress(TypeError):
-                return checked(one, value)
-        raise TypeError
-    if origin is list:
-        if isinstance(value, str):
-            value = _items(value)
-        elif get_origin(inner[0]) is list and str in map(type, value):
-            raise TypeError  # a list of lists
-        if not isinstance(value, list):
-            raise TypeError
-        return [checked(inner[0], item) for item in value]
-    if origin is dict:
-        if isinstance(value, str):
-            pairs = [item.rpartition("=") for item in _items(value) or [""]]
-            try:
-                value = {key.strip(): inner[1](number) for key, _, number in pairs}
-            except ValueError:
-                raise TypeError from None
-        if not isinstance(value, dict) or "" in value:
-            raise TypeError
-        return {key: checked(inner[1], item) for key, item in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if origin is Literal:
-        fits = value in inner and type(value) in map(type, inner)
-    else:  # other types come from an extension: only tyro may check them
-        fits = type(value) is kind or kind not in (bool, int, float, str, types.NoneType)
-    if not fits:
-        raise TypeError
-    return value
+    import tyro
 
-
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _set(config: JobConfig, name: str, value: Any) -> None:
-    *sections, field = name.split(".")
-    setattr(functools.reduce(getattr, sections, config), field, value)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if isinstance(value, dict):
+        items = [part for pair in value.items() for part in pair]
+    elif isinstance(value, str) and get_origin(kind) in (list, dict):
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        if get_origin(kind) is dict:
+            pairs = [item.rpartition("=") for item in items]
+            items = [part.strip() for key, _, number in pairs for part in (key, number) if part]
+    texts = [f"--value={items[0]}"] if len(items) == 1 else ["--value", *map(str, items)]
+    option = dataclasses.make_dataclass("Option", [("value", kind)])
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(option, args=texts, add_help=False).value
+    except SystemExit:
+        raise ConfigError(f"{given} is {value!r}, expected {describe(kind)}") from None
 
 
 def describe(kind: Any) -> str:
     """Describes the values that a type allows, for messages."""
-    named = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if kind in named:
-        return named[kind]
     if isinstance(kind, enum.EnumType):
         return f"one of {', '.join(kind.__members__)}"
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
-    if origin is list:
-        return f"a list, each item {describe(inner[0])}"
-    if origin is dict:
-        return f"a table, or name=value,..., each value {describe(inner[1])}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(one) for one in inner if one is not types.NoneType)
-    return str(kind)
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
-# ---- the file ------------------------------------------------------------------------------------
+# ---- the file and the command line ---------------------------------------------------------------
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -202,26 +193,25 @@ def _leaves(
             yield name, value
 
 
-def _set_from_file(config: JobConfig, file: Mapping[str, Any], path: str | None) -> None:
-    settings, seen = settings_of(type(config)), dict[str, str]()
-    sections = {name[: match.start()] for name in settings for match in re.finditer(r"\.", name)}
-    for given, value in _leaves(settings, file):
-        if given in sections:
-            if value == {}:
-                continue
-            raise ConfigError(f"{given} is {value!r} in {path}, expected a table [{given}]")
-        try:
-            name = _name_of(given, settings)
-            value = checked(settings[name], value)
-        except ConfigError as error:
-            raise ConfigError(f"in {path}, {error}") from error
-        except TypeError:
-            expected = describe(settings[name])
-            raise ConfigError(f"{given} is {value!r} in {path}, expected {expected}") from None
-        if name in seen:
-            raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
-        seen[name] = given
-        _set(config, name, value)
+def _options(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields each option's name, with "_" for "-", and its text, a list of several, or None."""
+    name, values = "", list[str]()
+    for arg in ["--help" if arg == "-h" else arg for arg in args]:
+        if arg.startswith("--") and arg != "--":
+            if name:
+                yield name, _one(values)
+            name, equals, value = arg[2:].partition("=")
+            name, values = name.replace("-", "_"), [value] if equals else []
+        elif not name or arg == "--":
+            raise ConfigError(f"{arg!r} belongs to no option: write --section.field value")
+        else:
+            values.append(arg)
+    if name:
+        yield name, _one(values)
+
+
+def _one(values: list[str]) -> Any:
+    return values if len(values) > 1 else values[0] if values else None
 
 
 # ---- extensions ----------------------------------------------------------------------------------
@@ -254,76 +244,3 @@ def _merged(base: Any, extension: Any) -> Any:
             fields.append((name, section, dataclasses.field(default_factory=section)))
     bases = (extension,) if issubclass(extension, base) else (extension, base)
     return dataclasses.make_dataclass(base.__name__, fields, bases=bases)
-
-
-# ---- the command line ----------------------------------------------------------------------------
-
-
-def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each option's name, with "_" for "-", and the values that follow it."""
-    name, values = "", list[str]()
-    for arg in ["--help" if arg == "-h" else arg for arg in args]:
-        if arg.startswith("--") and arg != "--":
-            if name:
-                yield name, values
-            name, equals, value = arg[2:].partition("=")
-            name, values = name.replace("-", "_"), [value] if equals else []
-        elif not name or arg == "--":
-            raise ConfigError(f"{arg!r} belongs to no option: write --section.field value")
-        else:
-            values.append(arg)
-    if name:
-        yield name, values
-
-
-def _set_from_options(
-    config: JobConfig, options: Iterable[tuple[str, list[str]]], prog: str
-) -> None:
-    tyro = import_extra("tyro", "reading a job's configuration")
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_list_rule)
-    parse = functools.partial(tyro.cli, prog=prog, registry=registry, use_underscores=True)
-    settings = settings_of(type(config))
-    for given, values in options:
-        if given == "help":
-            parse(type(config), args=["--help"], default=config)
-        negated = ".no_" in given and given not in settings
-        name = _name_of(given.replace(".no_", ".", 1) if negated else given, settings)
-        kind = settings[name]
-        if kind is bool:
-            if values:
-                off = ".no_".join(name.rsplit(".", 1))
-                raise ConfigError(f"{name} is a switch: write --{name} or --{off}, without a value")
-            _set(config, name, not negated)
-            continue
-        if negated:
-            raise ConfigError(f"{name} is not a switch: write --{name} value")
-        option = dataclasses.make_dataclass("Option", [("value", kind)])
-        args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                _set(config, name, parse(option, args=args).value)
-        except SystemExit:
-            found = " ".join(map(repr, values)) or "without a value"
-            raise ConfigError(f"{given} is {found}, expected {describe(kind)}") from None
-
-
-def _list_rule(info: Any) -> Any:
-    """Lets tyro read comma-separated lists and tables, as torchtitan's command line does lists."""
-    tyro = import_extra("tyro", "reading a job's configuration")
-    origin = get_origin(info.type)
-    (item, *_) = get_args(info.type) if origin in (list, dict) else (None,)
-    if item is not str and get_origin(item) is not Literal:
-        return None
-
-    def as_text(value: Any) -> list[str]:
-        items = [f"{k}={v}" for k, v in value.items()] if origin is dict else value
-        return [",".join(items)]
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="A=1,B=2,..." if origin is dict else "A,B,C,...",
-        instance_from_str=lambda args: checked(info.type, args[0]),
-        is_instance=lambda value: isinstance(value, list | dict),
-        str_from_instance=as_text,
-    )
