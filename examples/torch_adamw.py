@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.build import common_arguments
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.train_spec import get_train_spec, register_train_spec
 
@@ -22,14 +23,7 @@ from . import byte_llama  # noqa: F401  registers what is changed here
 def build_optimizers(
     model_parts: list[nn.Module], job_config: JobConfig, ft_manager: Any = None
 ) -> OptimizersContainer[torch.optim.AdamW]:
-    config = job_config.optimizer
-    arguments = {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
+    arguments = common_arguments(job_config.optimizer) | {"fused": True}
     return OptimizersContainer(model_parts, torch.optim.AdamW, arguments)
 
 

@@ -27,6 +27,7 @@ from torchopt_ext.cli.terminal import (
     table,
     written,
 )
+from torchopt_ext.containers.build import common_arguments
 from torchopt_ext.containers.lr_schedulers import schedule_from_config, schedule_from_job_config
 
 COLUMNS = 60
@@ -154,6 +155,8 @@ def from_job(path: str) -> Curve:
     except (ConfigError, ImportError) as error:
         raise CommandError(str(error)) from error
     lr, steps = job.optimizer.lr, job.lr_scheduler.total_steps or job.training.steps
+    if lr is None:
+        lr = common_arguments(job.optimizer)["lr"]
     if not 0 <= lr < math.inf:
         raise CommandError(f"optimizer.lr is {lr} in {path}, expected a number of 0 or more")
     if not 1 <= steps <= MOST_STEPS:

@@ -15,7 +15,7 @@ from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
-from torchopt_ext.optim.algorithms import ALGORITHMS, algorithm_of
+from torchopt_ext.optim.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
 from torchopt_ext.optim.storage import SIXTEEN_BIT
@@ -28,8 +28,8 @@ FUSED: dict[str, type[FusedOptimizer]] = {
 _TORCH: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, name) for name in FUSED if hasattr(torch.optim, name)
 }
-_PRESET = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-"""The values that torchtitan's section has by default, whatever the algorithm."""
+_PRESET = {"lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+"""The defaults of torchtitan's section, which are Adam's. Other algorithms have those they declare."""
 _UNCONFIGURED = ("decoupled_weight_decay", "bias_correction")
 
 
@@ -158,6 +158,9 @@ def build_optimizers(
 def common_arguments(config: Any) -> dict[str, Any]:
     """Returns a configuration's hyperparameters, which torch's class shares with the fused one.
 
+    Those that it lacks, or has as None, have torchtitan's defaults for Adam, and otherwise those of
+    the algorithm. The learning rate is always among them.
+
     Raises:
         ValueError: a hyperparameter is set that the algorithm does not have.
     """
@@ -165,10 +168,11 @@ def common_arguments(config: Any) -> dict[str, Any]:
     own = {hyper.name: hyper for hyper in algorithm.hypers}
     every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
     given = {name: getattr(config, name, None) for name in sorted(every.difference(_UNCONFIGURED))}
-    given = _PRESET | {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if name not in own and value and value != _PRESET.get(name):
             raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
+    given = (_PRESET if algorithm is ADAM else {"lr": algorithm.defaults["lr"]}) | given
     found: dict[str, Any] = {}
     for hyper in algorithm.hypers:
         if hyper.name in given:

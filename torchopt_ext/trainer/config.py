@@ -120,16 +120,18 @@ class Model:
 class Optimizer:
     name: str = "AdamW"
     """Adam, AdamW, Lion or SGD."""
-    lr: float = at_least(0, default=8e-4)
-    """Learning rate, which the schedule's factor multiplies."""
-    beta1: float = at_least(0, default=0.9, less_than=1)
-    """Decay of the first moment; Lion: share of the moment in the direction."""
-    beta2: float = at_least(0, default=0.95, less_than=1)
-    """Decay of the second moment; Lion: of the first."""
-    eps: float = at_least(0, default=1e-8)
-    """Added to the square root of the second moment."""
-    weight_decay: float = at_least(0, default=0.1)
-    """Weight decay: decoupled for AdamW and Lion, added to the gradient for Adam and SGD."""
+    lr: float | None = at_least(0, default=None)
+    """Learning rate, which the schedule's factor multiplies. None, here and below: 8e-4 for Adam
+    and AdamW, otherwise the algorithm's own default."""
+    beta1: float | None = at_least(0, default=None, less_than=1)
+    """Decay of the first moment (None: 0.9); Lion: share of the moment in the direction."""
+    beta2: float | None = at_least(0, default=None, less_than=1)
+    """Decay of the second moment (None: 0.95); Lion: of the first."""
+    eps: float | None = at_least(0, default=None)
+    """Added to the square root of the second moment (None: 1e-8)."""
+    weight_decay: float | None = at_least(0, default=None)
+    """Weight decay (None: 0.1): decoupled for AdamW and Lion, added to the gradient for Adam and
+    SGD."""
     no_decay: list[str] = field(default_factory=list)
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def test_the_seed_s_defaults() -> None:
         "training.steps": 10000,
         "training.gc_freq": 50,
         "training.seed": None,
-        "optimizer.lr": 8e-4,
+        "optimizer.lr": None,
         "optimizer.implementation": "fused",
         "lr_scheduler.warmup_steps": 200,
         "parallelism.data_parallel_shard_degree": -1,

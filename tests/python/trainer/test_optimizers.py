@@ -14,6 +14,7 @@ from torch import nn
 
 from torchopt_ext import FusedAdamW, param_groups
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.build import FUSED
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.optimizers import build_for_stage, build_optimizers, clips_in_step
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -62,6 +63,25 @@ def test_what_does_not_go_together_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizers([nn.Linear(2, 2)], job(**settings))
+
+
+@pytest.mark.parametrize("zero", ["none", "greedy"])
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_rank: None) -> None:
+    """For Adam and AdamW torchtitan's defaults, otherwise those that the algorithm declares."""
+    presets = {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1} if "Adam" in name else {}
+    torch.manual_seed(0)
+    model = nn.Linear(70, 3)
+    copy = deepcopy(model)
+    plain = FUSED[name](copy.parameters(), **presets, max_grad_norm=1.0, skip_nonfinite=True)
+    container = build_optimizers([model], job(name=name, zero=zero))
+    for part, optimizer in ((model, container), (copy, plain)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            part(torch.ones(2, 70)).square().sum().backward()
+            optimizer.step()
+    for found, expected in zip(model.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
