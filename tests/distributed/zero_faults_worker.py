@@ -43,7 +43,8 @@ from zero_faults_common import (
     zero_over,
 )
 
-from torchopt_ext.zero import ZeroRedundancyOptimizer, local_optimizer
+from torchopt_ext.zero import ZeroRedundancyOptimizer
+from torchopt_ext.zero.local_optimizer import LocalOptimizer
 
 BF16 = torch.bfloat16
 
@@ -169,7 +170,7 @@ def refused_by_one(kind: str, fault: str, **options: Any) -> None:
     zero.consolidate_state_dict()
     before = snapshot(zero)
     fails = mock.Mock(side_effect=MemoryError("short of memory") if place()[0] else None)
-    at_end = mock.patch.object(local_optimizer, "sync", fails) if fault == "end" else nullcontext()
+    at_end = mock.patch.object(LocalOptimizer, "sync", fails) if fault == "end" else nullcontext()
     if fault == "hook":
         zero.register_load_state_dict_post_hook(fails)
     with pytest.raises((MemoryError, ValueError), match="short of memory"), at_end:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import is_captured, sent_to_host
+from torchopt_ext.optim.collective import collective, comm_device, run, wait
+from torchopt_ext.optim.local import is_captured, moved, sent_to_host
 
 FLAGS = slice(-2, None)
 """The accumulator's counters of infinities and of NaNs (docs/numerics.md section 3)."""
@@ -34,6 +36,33 @@ def reject_in(accumulator: Tensor) -> None:
     rank = torch.distributed.get_rank() if distributed else 0
     accumulator[-2] += (rank + 1) * _UNIT
     accumulator[-1] += _UNIT
+
+
+def agree(
+    total: Tensor,
+    group: Any,
+    agreement: Agreement,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Sums a step's accumulators, or their flags, over the ranks of a group, which all call it.
+
+    ``meanwhile`` is called while the all-reduce is under way.
+    """
+    agreement.pending = False
+    # Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks use NCCL.
+    sent = moved(total, comm_device(group, total.device))
+    with collective("agreeing on the step and its gradient norm"):
+        if meanwhile is None and not agreement.in_closure:
+            run(torch.distributed.all_reduce, sent, group=group)
+        else:
+            work = torch.distributed.all_reduce(sent, group=group, async_op=True)
+            if agreement.in_closure and not agreement.accepted:
+                return  # the other ranks may never join the collective
+            if meanwhile is not None:
+                meanwhile()
+            wait(work)
+    if sent is not total:
+        total.copy_(sent)
 
 
 def is_rejected(accumulator: Tensor) -> Tensor:

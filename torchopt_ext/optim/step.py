@@ -24,7 +24,7 @@ from torchopt_ext.optim.local import (
     show_writes,
 )
 from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.rejection import FLAGS, Agreement, is_rejected, reject_in
+from torchopt_ext.optim.rejection import FLAGS, Agreement, agree, is_rejected, reject_in
 
 
 @run_eagerly
@@ -269,7 +269,7 @@ def accumulated_norm(
     for subtotal in sums.values():
         total += subtotal
     if group is not None:
-        all_reduce_(total, group)
+        agree(total, group, agreement)
     if not rejects and (group is not None or any(sums)):
         optimizers[0].verdict.note(total)
     return {device: moved(total, device) for device in devices}

@@ -14,7 +14,6 @@ from torchopt_ext.optim.local import params_of
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.local_optimizer import local_parts
 from torchopt_ext.zero.state import buffers
 
 
@@ -96,7 +95,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
             if owner in index_of:
                 state.setdefault(index_of[owner], {})[name] = value
         with fail_together(self._zero.process_group):
-            kept = {part.param for part in local_parts(self._zero)}
+            kept = {part.param for part in self._zero.local.parts}
             missing = [
                 f"state.{name}.step"
                 for index, (name, param) in enumerate(zip(names, params, strict=True))
@@ -119,7 +118,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
     def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers of this rank's shards for :func:`torchopt_ext.statedict.dcp.load`."""
         index_of = {name: str(index) for index, name in enumerate(self._names)}
-        indexed = buffers(self._zero, list(index_of.values()))
+        indexed = buffers(self._zero.local, list(index_of.values()))
 
         def buffer(path: dcp.Path, like: Tensor) -> Tensor | None:
             kind, _, rest = ".".join(map(str, path)).partition(".")

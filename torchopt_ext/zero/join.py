@@ -44,7 +44,6 @@ class JoinSupport(Joinable):
     process_group: Any
     step: Callable[..., Any]
     _all_params: list[Tensor]
-    _default_device: Any
     _overlap_with_ddp: bool
 
     # The hook given to the Join context. If an exception ends the context, no method of the hook is
@@ -76,7 +75,7 @@ class JoinSupport(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._default_device
+        return self._all_params[0].device
 
     @property
     def join_process_group(self) -> Any:

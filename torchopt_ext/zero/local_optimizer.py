@@ -1,148 +1,335 @@
-"""The local optimizer, which steps this rank's part: building it and keeping it in sync."""
+"""The local optimizer, which steps this rank's parts as all ranks agree."""
 
-from __future__ import annotations
-
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.collective import collective, fail_together, wait
-from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim import FusedOptimizer, step
+from torchopt_ext.optim.collective import fail_together, waits_at_most
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import moved, squares_of
-from torchopt_ext.optim.rejection import Agreement, reject_in
+from torchopt_ext.optim.local import params_of, squares_of
+from torchopt_ext.optim.rejection import Agreement, Verdict, agree, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights, refresh_stale_elements
+from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.part import Part
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
-
-
-def local_group(zero: ZeroRedundancyOptimizer, number: int) -> dict[str, Any]:
-    """Returns a param group for the local optimizer: this rank's parts, with parameter names."""
-    group, own = zero.param_groups[number], zero.partition.mine[number]
-    local = {**group, "params": own}
-    if names := local.get("param_names"):
-        name_of = dict(zip(group["params"], names, strict=True))
-        local["param_names"] = [name_of[zero.partition.part_of(param).param] for param in own]
-    return local
+from torchopt_ext.zero.ranks import Ranks
+from torchopt_ext.zero.whole import WholeTensors
 
 
-def local_parts(zero: ZeroRedundancyOptimizer) -> list[Part]:
-    """Returns this rank's parts of parameters, in the order in which its state is numbered.
+class LocalOptimizer:
+    """The optimizer of this rank's parts, and its agreement with the other ranks.
 
-    Raises:
-        RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
+    Args:
+        param_groups: the sharded optimizer's groups, with whole parameters and current settings.
+        partition: who owns which elements of them.
+        ranks: the ranks that share the parameters.
+        constructor: makes the optimizer of the parts.
+        arguments: the constructor's.
+        functional: the constructor takes parameters, and the optimizer's ``step`` gradients.
+
+    Attributes:
+        optimizer: the optimizer of the parts; None until :meth:`build`.
     """
-    if not zero.partition.mine:
-        raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
-    return [zero.partition.part_of(param) for param in chain(*zero.partition.mine)]
 
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        partition: WholeTensors | BalancedBuckets,
+        ranks: Ranks,
+        constructor: Any,
+        arguments: dict[str, Any],
+        *,
+        functional: bool,
+    ) -> None:
+        self.param_groups = param_groups
+        self.partition = partition
+        self.ranks = ranks
+        self.constructor = constructor
+        self.arguments = arguments
+        self.functional = functional
+        self.device: torch.device = params_of(self)[0].device
+        self.optimizer: Any = None
+        self._verdict = Verdict()
 
-def fp32_moments(zero: ZeroRedundancyOptimizer) -> tuple[Tensor, ...]:
-    """Returns this rank's parts of the parameters that the ``fp32_moments`` argument selects."""
-    chosen = fp32_params(named_params(zero), zero._optim_defaults.get("fp32_moments", EMBEDDINGS))
-    return tuple(part.tensor for part in local_parts(zero) if part.param in chosen)
+    @property
+    def parts(self) -> list[Part]:
+        """This rank's parts of parameters, in the order in which its state is numbered.
 
+        Raises:
+            RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
+        """
+        if not self.partition.mine:
+            raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
+        return [self.partition.part_of(param) for param in chain(*self.partition.mine)]
 
-def fused(zero: ZeroRedundancyOptimizer) -> FusedOptimizer:
-    """Returns the local optimizer. Raises AttributeError unless it is a FusedOptimizer."""
-    optim = getattr(zero, "optim", None)
-    if not isinstance(optim, FusedOptimizer):
-        found = "not built yet" if optim is None else f"a {type(optim).__name__}"
-        raise AttributeError(f"the local optimizer is {found}, expected a FusedOptimizer")
-    return optim
+    @property
+    def is_fused(self) -> bool:
+        return isinstance(self.optimizer, FusedOptimizer)
 
+    @property
+    def fused(self) -> FusedOptimizer:
+        """The optimizer. Raises AttributeError unless it is a FusedOptimizer."""
+        if not isinstance(self.optimizer, FusedOptimizer):
+            kind = type(self.optimizer).__name__
+            found = "not built yet" if self.optimizer is None else f"a {kind}"
+            raise AttributeError(f"the local optimizer is {found}, expected a FusedOptimizer")
+        return self.optimizer
 
-def setting(name: str, doc: str) -> Any:
-    """Returns a property of ``zero`` that is a property of its local FusedOptimizer."""
-    return property(
-        lambda zero: getattr(fused(zero), name),
-        lambda zero, value: setattr(fused(zero), name, value),
-        doc=doc,
-    )
+    @property
+    def verdict(self) -> Verdict:
+        return self.fused.verdict if self.is_fused else self._verdict
 
+    # ---- building, groups and settings ------------------------------------------------------
 
-def refresh_masters(zero: ZeroRedundancyOptimizer, from_: Mapping[Any, Tensor] | None) -> None:
-    """Sets this rank's masters from the parameters, or both from the given weights."""
-    optim = fused(zero)
-    with fail_together(zero.process_group):
-        named = named_params(zero)
-        pairs = [] if from_ is None else read_weights(from_, named, optim.keeps_master)
-    if from_ is None:
-        optim.refresh_masters()
-    for param, weight in pairs:
-        param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
-    weight_of = dict(pairs)
-    optim.set_weights_and_state(
-        (p.tensor, p.of(weight_of[p.param])) for p in local_parts(zero) if p.param in weight_of
-    )
-    zero._consolidated = None
+    def build(self) -> None:
+        """Builds the optimizer, whose settings become those of the sharded optimizer's groups."""
+        arguments = dict(self.arguments)
+        if is_8_bit(arguments.get("state_dtype")):
+            arguments["fp32_moments"] = self._fp32_moments()
+        if self.functional:
+            if "_allow_empty_param_list" in inspect.signature(self.constructor).parameters:
+                arguments["_allow_empty_param_list"] = True
+            self.optimizer = self.constructor(self.partition.mine[0], **arguments)
+            if not hasattr(self.optimizer, "param_groups"):
+                self.optimizer.param_groups = [self.optimizer.param_group]
+            for key, value in self.optimizer.param_groups[0].items():
+                # A schedule may have changed existing keys.
+                self.param_groups[0].setdefault(key, value)
+            return
+        groups = [self._group(number) for number in range(len(self.param_groups))]
+        self.optimizer = self.constructor(groups, **arguments)
+        if self.is_fused:
+            self.fused.process_group = self.ranks.group  # the ranks that share norm and skip
+            self.fused._device_without_params = self.device
+            if is_8_bit(self.fused._storage.state_dtype) and "fp32_moments" not in arguments:
+                raise ValueError(
+                    "8-bit moments depend on whole parameters: give state_dtype to "
+                    "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
+                )
+        self.sync()
 
+    def add_group(self) -> None:
+        """Divides the last of the sharded optimizer's groups, and adds this rank's parts of it."""
+        self.partition.add_group(self.param_groups[-1]["params"])
+        if is_8_bit(self.arguments.get("state_dtype")):
+            self.optimizer._fp32_moments = self._fp32_moments()
+        # A learning rate may have changed since the last step.
+        copy_settings(self.param_groups[:-1], self.optimizer.param_groups)
+        self.optimizer.add_param_group(self._group(-1))
+        self.partition.build_buckets()
+        self.sync()
 
-@torch.no_grad()
-def take_written_weights(zero: ZeroRedundancyOptimizer) -> None:
-    """Lets this rank's masters follow parameters that user code has written to."""
-    for tensor in zero.partition.written():
-        refresh_stale_elements(tensor, zero.optim.state.get(tensor, {}))
+    def _group(self, number: int) -> dict[str, Any]:
+        """Returns a param group for the optimizer: this rank's parts, with parameter names."""
+        group, own = self.param_groups[number], self.partition.mine[number]
+        local = {**group, "params": own}
+        if names := local.get("param_names"):
+            name_of = dict(zip(group["params"], names, strict=True))
+            local["param_names"] = [name_of[self.partition.part_of(param).param] for param in own]
+        return local
 
+    def _fp32_moments(self) -> tuple[Tensor, ...]:
+        """Returns this rank's parts of the parameters that ``fp32_moments`` selects."""
+        chosen = fp32_params(named_params(self), self.arguments.get("fp32_moments", EMBEDDINGS))
+        return tuple(part.tensor for part in self.parts if part.param in chosen)
 
-def build(zero: ZeroRedundancyOptimizer) -> None:
-    """Builds ``zero.optim`` and copies the settings of its groups into the groups of ``zero``."""
-    defaults = dict(zero._optim_defaults)
-    constructor = zero._optim_constructor
-    if is_8_bit(defaults.get("state_dtype")):
-        defaults["fp32_moments"] = fp32_moments(zero)
-    if zero._overlap_with_ddp:
-        if "_allow_empty_param_list" in inspect.signature(constructor).parameters:
-            defaults["_allow_empty_param_list"] = True
-        zero.optim = constructor(zero.partition.mine[0], **defaults)
-        if not hasattr(zero.optim, "param_groups"):
-            zero.optim.param_groups = [zero.optim.param_group]
-        for key, value in zero.optim.param_groups[0].items():
-            zero.param_groups[0].setdefault(key, value)  # a schedule may have changed existing keys
-        return
-    groups = range(len(zero.param_groups))
-    zero.optim = constructor([local_group(zero, number) for number in groups], **defaults)
-    if isinstance(zero.optim, FusedOptimizer):
-        zero.optim.process_group = zero.process_group  # the ranks that share norm and skip
-        zero.optim._device_without_params = zero._default_device
-        if is_8_bit(zero.optim._storage.state_dtype) and "fp32_moments" not in defaults:
-            raise ValueError(
-                "8-bit moments depend on whole parameters: give state_dtype to "
-                "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
-            )
-    zero.defaults = dict(zero.optim.defaults)
-    sync(zero)
+    def take_settings(self) -> None:
+        """Copies the sharded optimizer's settings, which schedules change, to the optimizer."""
+        copy_settings(self.param_groups, self.optimizer.param_groups)
 
+    def sync(self) -> None:
+        """Copies the optimizer's settings, in their order, to the groups that state dicts save.
 
-def sync(zero: ZeroRedundancyOptimizer) -> None:
-    """Copies the local groups' settings, in their order, to the groups that state dicts save.
+        The optimizer gets its parts' places: random rounding and digests count whole parameters.
+        """
+        if self.is_fused:
+            index = {param: index for index, param in enumerate(params_of(self))}
+            self.fused.parameter_places = {
+                part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in self.parts
+            }
+        for group, local in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            own = {key: group[key] for key in ("params", "param_names") if key in group}
+            merged = {key: own.get(key, value) for key, value in local.items()} | own
+            group.clear()
+            group.update(merged)
 
-    The local optimizer gets its parts' places: random rounding and digests count whole parameters.
-    """
-    zero.verdict = getattr(zero.optim, "verdict", zero.verdict)
-    if isinstance(zero.optim, FusedOptimizer):
-        index = {param: index for index, param in enumerate(zero._all_params)}
-        zero.optim.parameter_places = {
-            part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in local_parts(zero)
-        }
-    for group, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
-        own = {key: group[key] for key in ("params", "param_names") if key in group}
-        merged = {key: own.get(key, value) for key, value in local.items()} | own
-        group.clear()
-        group.update(merged)
+    # ---- steps ------------------------------------------------------------------------------
+
+    def step_bucket(self, gradients: Any) -> Any:
+        """Steps a functional optimizer by some gradients, for a hook of DDP."""
+        self.take_settings()
+        # Torch's functional optimizers read ``defaults``, which schedules do not change.
+        defaults = getattr(self.optimizer, "defaults", {})
+        for key in defaults.keys() & self.param_groups[0].keys():
+            defaults[key] = self.param_groups[0][key]
+        result = self.optimizer.step(gradients=gradients)
+        copy_settings(self.optimizer.param_groups, self.param_groups)
+        return result
+
+    def step(
+        self,
+        agreement: Agreement,
+        context: StepContext,
+        take_gradients: Callable[[StepContext], StepContext],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Steps this rank's parts, and fires no global hooks.
+
+        A closure in ``kwargs`` computes the gradients, so they are taken after it. The optimizer
+        changes nothing before all ranks agree to step; FusedAdam agrees in its norm's all-reduce.
+
+        Args:
+            take_gradients: gives the parts their gradients; returns the context of these.
+        """
+        closure, shared = kwargs.get("closure"), self.ranks.size > 1
+        if shared:
+            context = context._replace(agreement=agreement)
+
+        def prepare() -> Any:
+            nonlocal context
+            loss = None
+            if callable(closure):
+                agreement.in_closure = True
+                loss = closure()
+                agreement.in_closure = False
+            agreement.took_gradients = True
+            context = take_gradients(context)
+            self._take_written_weights()
+            if shared and not self.is_fused and agreement.pending:
+                # Once: LBFGS calls a closure more often on some ranks.
+                if kwargs.keys() - {"closure"}:
+                    inspect.signature(self.optimizer.step).bind(**kwargs)
+                self.agree(agreement)
+            return loss
+
+        self.take_settings()
+        if callable(closure):
+            kwargs["closure"] = prepare
+        else:
+            prepare()
+        if not self.partition.hides_gradients:
+            context = context._replace(same_flag=True)  # a scaler has checked the same gradients
+        result = inner_step(self.optimizer, context, **kwargs)
+        if shared:
+            # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for
+            # the norm, not for the update, before it sends updates, which a rejecting rank would
+            # not join.
+            if self.is_fused:
+                agreement.accepted = False  # until the answer is known
+            self.verdict.check(waits=True)
+        self.partition.finish_step()
+        copy_settings(self.optimizer.param_groups, self.param_groups)
+        return result
+
+    @torch.no_grad()
+    def _take_written_weights(self) -> None:
+        """Lets this rank's masters follow parameters that user code has written to."""
+        for tensor in self.partition.written():
+            refresh_stale_elements(tensor, self.optimizer.state.get(tensor, {}))
+
+    def send_updates(self, agreement: Agreement) -> None:
+        """Sends the parts to the other ranks, unless one of them has failed in the step."""
+        if self.ranks.size == 1 or self.is_fused:
+            self.partition.send_updates()
+        else:
+            self.agree(agreement, meanwhile=self.partition.send_updates)
+
+    def clip(self, max_norm: float, check: Callable[[], None]) -> Tensor:
+        """Clips this rank's parts of the gradients by the norm over all ranks' parts; returns it.
+
+        If ``check`` raises, all ranks raise.
+        """
+        agreement = Agreement()
+        try:
+            check()
+            agreement.took_gradients = True
+            self.partition.take_gradients()
+            mine = list(chain(*self.partition.mine))
+            grads = [param.grad for param in mine if param.grad is not None]
+            total = squares_of(grads, self.device)
+        except Exception:
+            self.reject(agreement, ops.new_accumulator(self.device))
+            raise
+        if self.ranks.size > 1:
+            self.agree(agreement, total)
+        norm = ops.accumulator_total(total).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
+        return norm
+
+    # ---- agreement with the other ranks -----------------------------------------------------
+
+    def agree(
+        self,
+        agreement: Agreement,
+        total: Tensor | None = None,
+        *,
+        rejects: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Agrees with the other ranks by :func:`~torchopt_ext.optim.rejection.agree`.
+
+        Args:
+            total: the accumulator to sum over the ranks; by default only its two flags.
+
+        Raises:
+            RuntimeError: another rank rejects the step; says which.
+        """
+        if total is None:
+            total = torch.zeros(2, dtype=torch.int64, device=self.device)
+        if rejects:
+            reject_in(total)
+        agree(total, self.ranks.group, agreement, meanwhile)
+        if not rejects:
+            self.verdict.note(total, waits=True)  # torch's classes cannot skip a step on the device
+            agreement.accepted = True
+
+    def reject(self, agreement: Agreement, total: Tensor | None = None) -> None:
+        """Tells waiting ranks that this rank rejects; ``total`` if they wait in :meth:`clip`."""
+        hides = self.partition.hides_gradients
+        if self.ranks.size == 1 or (agreement.in_closure and hides):
+            return  # in a closure, the other ranks wait in the reductions of gradients
+        with suppress(Exception), waits_at_most(self.ranks.timeout):
+            if agreement.pending:
+                if hides and not agreement.took_gradients:
+                    with suppress(Exception):
+                        self.partition.take_gradients()
+                if self.is_fused and total is None:
+                    step.reject([self.fused], StepContext(agreement=agreement), agreement)
+                else:
+                    self.agree(agreement, total, rejects=True)
+            elif agreement.accepted and self.is_fused:  # a hook failed after the step
+                self.verdict.check(waits=True)
+                self.partition.finish_step()
+                self.partition.send_updates()
+            elif agreement.accepted:  # the step failed midway: the other ranks return parameters
+                self.agree(agreement, rejects=True, meanwhile=self.partition.send_updates)
+
+    # ---- weights ----------------------------------------------------------------------------
+
+    def refresh_masters(
+        self, named: Iterable[tuple[str, Tensor]], from_: Mapping[Any, Tensor] | None
+    ) -> None:
+        """Sets this rank's masters from the parameters, or both from the given weights."""
+        optimizer = self.fused
+        with fail_together(self.ranks.group):
+            pairs = [] if from_ is None else read_weights(from_, named, optimizer.keeps_master)
+        if from_ is None:
+            optimizer.refresh_masters()
+        for param, weight in pairs:
+            param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
+        weight_of = dict(pairs)
+        optimizer.set_weights_and_state(
+            (p.tensor, p.of(weight_of[p.param])) for p in self.parts if p.param in weight_of
+        )
 
 
 def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -151,138 +338,3 @@ def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 other[key] = value
-
-
-def local_step(zero: ZeroRedundancyOptimizer, context: StepContext, kwargs: dict[str, Any]) -> Any:
-    """Makes the local step: takes this rank's gradients, and fires no global hooks.
-
-    A closure in ``kwargs`` computes the gradients, so they are taken after it. The local optimizer
-    changes nothing before all ranks agree to step; FusedAdam agrees in its norm's all-reduce.
-    """
-    agreement, closure = context.agreement or Agreement(), kwargs.get("closure")
-
-    def prepare() -> Any:
-        nonlocal context
-        loss = None
-        if callable(closure):
-            agreement.in_closure = True
-            loss = closure()
-            agreement.in_closure = False
-        agreement.took_gradients = True
-        context = zero._take_gradients(context)
-        take_written_weights(zero)
-        agrees = context.agreement is not None and not isinstance(zero.optim, FusedOptimizer)
-        if agrees and agreement.pending:  # LBFGS calls a closure more often on some ranks
-            if kwargs.keys() - {"closure"}:
-                inspect.signature(zero.optim.step).bind(**kwargs)
-            agree(zero, agreement)
-        return loss
-
-    if callable(closure):
-        kwargs["closure"] = prepare
-    else:
-        prepare()
-    if not zero.partition.hides_gradients:  # a scaler has checked the same gradients on every rank
-        context = context._replace(same_flag=True)
-    result = inner_step(zero.optim, context, **kwargs)
-    if context.agreement is not None:
-        # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for the
-        # norm, not for the update, before it sends updates, which a rejecting rank would not join.
-        if isinstance(zero.optim, FusedOptimizer):
-            agreement.accepted = False  # until the answer is known
-        zero.verdict.check(waits=True)
-    zero.partition.finish_step()
-    return result
-
-
-def agree(
-    zero: ZeroRedundancyOptimizer,
-    agreement: Agreement,
-    *,
-    rejects: bool = False,
-    total: Tensor | None = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
-    """Agrees with the other ranks on whether all make the step; ``rejects`` if this rank does not.
-
-    Args:
-        total: the accumulator to sum over the ranks; by default only its two flags.
-        meanwhile: called while the all-reduce is under way.
-
-    Raises:
-        RuntimeError: another rank rejects the step; says which.
-    """
-    agreement.pending = False
-    if total is None:
-        total = torch.zeros(2, dtype=torch.int64, device=zero._default_device)
-    if rejects:
-        reject_in(total)
-    with collective("agreeing to make the step", zero.ranks.timeout):
-        work = dist.all_reduce(total, group=zero.ranks.group, async_op=True)
-        if agreement.in_closure and not agreement.accepted:
-            return  # the other ranks may never join the collective
-        if meanwhile is not None:
-            meanwhile()
-        wait(work)
-    if not rejects:
-        zero.verdict.note(total, waits=True)  # torch's classes cannot skip a step on the device
-        agreement.accepted = True
-
-
-def reject(zero: ZeroRedundancyOptimizer, agreement: Agreement, *, with_norm: bool) -> None:
-    """Tells waiting ranks that this rank rejects; ``with_norm`` if they wait to sum a norm."""
-    if zero.ranks.size == 1 or (agreement.in_closure and zero.partition.hides_gradients):
-        return  # in a closure, the other ranks wait in the reductions of gradients
-    with suppress(Exception):
-        if agreement.pending:
-            if zero.partition.hides_gradients and not agreement.took_gradients:
-                with suppress(Exception):
-                    zero.partition.take_gradients()
-            total = ops.new_accumulator(zero._default_device) if with_norm else None
-            agree(zero, agreement, rejects=True, total=total)
-            if total is not None and not zero.verdict.is_known(total):
-                devices = fused(zero).devices
-                fused(zero).count_rejected({d: moved(total, d) for d in devices}, ALONE)
-        elif agreement.accepted and with_norm:  # a hook failed after the step
-            zero.verdict.check(waits=True)
-            zero.partition.finish_step()
-            zero.partition.send_updates()
-        elif agreement.accepted:  # the step failed midway: the other ranks return parameters
-            agree(zero, agreement, rejects=True, meanwhile=zero.partition.send_updates)
-
-
-def clip(zero: ZeroRedundancyOptimizer, max_norm: float) -> Tensor:
-    """Clips this rank's parts of the gradients by the norm over all ranks' parts; returns it."""
-    agreement = Agreement()
-    try:
-        zero._notice_trainability()
-        agreement.took_gradients = True
-        zero.partition.take_gradients()
-        mine = list(chain(*zero.partition.mine))
-        grads = [param.grad for param in mine if param.grad is not None]
-        total = squares_of(grads, zero._default_device)
-    except Exception:
-        reject(zero, agreement, with_norm=True)
-        raise
-    if zero.world_size > 1:
-        agree(zero, agreement, total=total)
-    norm = ops.accumulator_total(total).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
-    return norm
-
-
-def rejects_if_raised(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a hook of ``zero`` that comes before a step, for which the other ranks may wait."""
-
-    @functools.wraps(hook)
-    def wrapper(zero: ZeroRedundancyOptimizer, *args: Any) -> Any:
-        try:
-            return hook(zero, *args)
-        except Exception:
-            if not zero._overlap_with_ddp:  # with overlap, step() does nothing
-                given, named = args
-                agreement = Agreement(in_closure=len(given) > 1 or "closure" in named)
-                reject(zero, agreement, with_norm=isinstance(zero.optim, FusedOptimizer))
-            raise
-
-    return wrapper

@@ -1,6 +1,7 @@
 """ZeroRedundancyOptimizer: optimizer state divided among the ranks of a process group."""
 
 import copy
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
-from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.fp32_moments import is_8_bit
 from torchopt_ext.optim.hooks import HookedStep, is_left_out, run_hooks
 from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.rejection import Agreement, Verdict
+from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.statedict.entries import BY_INDEX
-from torchopt_ext.zero import local_optimizer
+from torchopt_ext.statedict.loaded import undone_if_raised
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
@@ -40,11 +39,21 @@ from torchopt_ext.zero.inputs import (
     describe_params,
 )
 from torchopt_ext.zero.join import JoinSupport
+from torchopt_ext.zero.local_optimizer import LocalOptimizer
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
 logger = logging.getLogger(__name__)
+
+
+def _of_local(name: str, doc: str) -> Any:
+    """Returns a property of a ZeroRedundancyOptimizer that is its local FusedOptimizer's."""
+    return property(
+        lambda zero: getattr(zero.local.fused, name),
+        lambda zero, value: setattr(zero.local.fused, name, value),
+        doc=doc,
+    )
 
 
 class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
@@ -81,7 +90,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             each other, or parameters or arguments differ between ranks; says which.
     """
 
-    optim: Any
+    local: LocalOptimizer
 
     def __init__(
         self,
@@ -110,12 +119,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes
         optimizer_class, defaults = unwrap_partial(optimizer_class, defaults)
-        self._optim_defaults = defaults
         self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, Any]] = []
         self._steps_by_group_rank = False
-        self.verdict = Verdict()  # replaced by the local optimizer's verdict, if it has one
         # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
         self._has_state = False  # some rank may have state
@@ -128,8 +135,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 self._all_params = params_of(self)
                 if not self._all_params:
                     raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
-                self._default_device = self._all_params[0].device
-                use_device(self.process_group, self._default_device)
+                use_device(self.process_group, self.join_device)
                 check_dense(self._all_params, allow_mixed_dtypes)
                 check_choices(
                     partition, sharded_gradients, overlap_with_ddp, elementwise,
@@ -138,9 +144,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 )  # fmt: skip
                 if balanced and not elementwise:
                     check_elementwise(optimizer_class)
-                self._optim_constructor = constructor_of(
-                    optimizer_class, overlap_with_ddp, defaults
-                )
+                constructor = constructor_of(optimizer_class, overlap_with_ddp, defaults)
             described = describe_params(self) + describe_arguments(
                 optimizer_class, params_per_rank, self.param_groups, defaults,
                 partition=partition, sharded_gradients=sharded_gradients,
@@ -154,25 +158,35 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 if balanced
                 else WholeTensors(self.ranks, parameters_as_bucket_view)
             )
+            self.local = LocalOptimizer(
+                self.param_groups, self.partition, self.ranks, constructor, defaults,
+                functional=overlap_with_ddp,
+            )  # fmt: skip
             if not overlap_with_ddp:
                 with fail_together(self.process_group):
                     self._assign(params_per_rank)
-                    local_optimizer.build(self)
+                    self.defaults = dict(self.optim.defaults)
                 self.partition.build_buckets()
             elif parameters_as_bucket_view:
                 logger.warning("overlap_with_ddp=True ignores parameters_as_bucket_view")
         self.initialized = True
 
     def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
-        """Assigns the groups' parameters to ranks; by ``params_per_rank`` if given."""
+        """Assigns the groups' parameters to ranks, and builds the local optimizer."""
         if params_per_rank is not None:
             if len(self.param_groups) != 1:
                 raise RuntimeError("`params_per_rank` only supports a single parameter group")
             check_owners(params_per_rank, self._all_params, self.world_size)
         for group in self.param_groups:
             self.partition.add_group(group["params"], params_per_rank)
+        self.local.build()
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
+
+    @property
+    def optim(self) -> Any:
+        """The local optimizer. None before DDP's buckets are known (``overlap_with_ddp``)."""
+        return self.local.optimizer
 
     @property
     def state(self) -> Any:
@@ -181,7 +195,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         If only other ranks have state, it has an empty entry. torch.distributed.checkpoint makes a
         step where state and gradients are empty (state_dict.py, _init_optim_state): all ranks must.
         """
-        if "optim" not in self.__dict__:
+        if "local" not in vars(self) or self.optim is None:
             return defaultdict(dict)
         if not self.optim.state and (self._has_state or self.partition.holds_gradients):
             self.optim.state[self._all_params[0]] = {}
@@ -212,20 +226,13 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 params = self._all_params + group["params"]
                 check_dense(params, self._allow_mixed_dtypes)
                 # fp32_moments may hold parameters of other groups.
-                others = {k: v for k, v in self._optim_defaults.items() if k != "fp32_moments"}
-                self._optim_constructor([dict(group)], **others)
+                arguments = {k: v for k, v in self.local.arguments.items() if k != "fp32_moments"}
+                self.local.constructor([dict(group)], **arguments)
             check_same(describe_params(self), "parameters", self.process_group)
         self._all_params = params
         self._is_trainable_mask = _C.requires_grad(params)
-        self.partition.add_group(group["params"])
-        if is_8_bit(self._optim_defaults.get("state_dtype")):
-            self.optim._fp32_moments = local_optimizer.fp32_moments(self)
-        # A learning rate may have changed since the last step.
-        local_optimizer.copy_settings(self.param_groups[:-1], self.optim.param_groups)
-        self.optim.add_param_group(local_optimizer.local_group(self, -1))
-        self.partition.build_buckets()
+        self.local.add_group()
         self._consolidated = None
-        local_optimizer.sync(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as torch.optim.Optimizer does, including this rank's parts of them."""
@@ -253,48 +260,42 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             return None
         if not self._out_of_data:
             Join.notify_join_context(self)  # raises on all ranks, if the context is to end early
-        context, agreement = self._context, Agreement()
-        fused = isinstance(self.optim, FusedOptimizer)
-        if self.world_size > 1:
-            context = context._replace(agreement=agreement)
         if closure is not None:
             kwargs["closure"] = closure
+        agreement = Agreement()
         try:
-            loss = self._local_step(context=context, **kwargs)
+            self._begin_step()
+            result = self.local.step(agreement, self._context, self._take_gradients, kwargs)
         except Exception:
-            local_optimizer.reject(self, agreement, with_norm=fused)
+            self.local.reject(agreement)
             raise
-        if self.world_size == 1 or fused:
-            self.partition.send_updates()
-        else:
-            local_optimizer.agree(self, agreement, meanwhile=self.partition.send_updates)
+        self.local.send_updates(agreement)
         self._has_state = True
-        return loss
+        return result
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers a hook as torch does. If it raises, this rank rejects the step."""
-        return super().register_step_pre_hook(local_optimizer.rejects_if_raised(hook))
 
-    def _local_step(
-        self,
-        gradients: Sequence[Tensor | None] | None = None,
-        context: StepContext = ALONE,
-        **kwargs: Any,
-    ) -> Any:
-        """Steps this rank's part; ``gradients`` is for DDP hooks (overlap_with_ddp)."""
+        @functools.wraps(hook)
+        def rejecting(zero: ZeroRedundancyOptimizer, args: Any, kwargs: Any) -> Any:
+            try:
+                return hook(zero, args, kwargs)
+            except Exception:
+                if not zero._overlap_with_ddp:  # with overlap, step() does nothing
+                    in_closure = len(args) > 1 or "closure" in kwargs
+                    zero.local.reject(Agreement(in_closure=in_closure))
+                raise
+
+        return super().register_step_pre_hook(rejecting)
+
+    def _local_step(self, gradients: Sequence[Tensor | None]) -> Any:
+        """Steps this rank's part by a bucket's gradients, for hooks of DDP, also torch's."""
+        self._begin_step()
+        return self.local.step_bucket(gradients)
+
+    def _begin_step(self) -> None:
         self._consolidated = None
         self._notice_trainability()
-        local_optimizer.copy_settings(self.param_groups, self.optim.param_groups)
-        if gradients is not None:
-            # Torch's functional optimizers read ``defaults``, which schedules do not change.
-            defaults = getattr(self.optim, "defaults", {})
-            for key in defaults.keys() & self.param_groups[0].keys():
-                defaults[key] = self.param_groups[0][key]
-            loss = self.optim.step(gradients=gradients)
-        else:
-            loss = local_optimizer.local_step(self, context, kwargs)
-        local_optimizer.copy_settings(self.optim.param_groups, self.param_groups)
-        return loss
 
     def _notice_trainability(self) -> None:
         held = params_of(self)
@@ -327,7 +328,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         check_same([f"to={to}"], "arguments", self.process_group)
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
-        self._consolidated = zero_state.consolidated(self, to)
+        self._consolidated = zero_state.consolidated(self.local, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the consolidated state dict: the unsharded optimizer's keys, order and values.
@@ -341,16 +342,16 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         """
         run_hooks(self, "state_dict_pre")
         if self._consolidated:
-            result = zero_state.packed(self, *self._consolidated)
+            result = zero_state.packed(self.param_groups, *self._consolidated)
         else:
-            result = zero_state.sharded(self, elsewhere=self._consolidated is not None)
+            result = zero_state.sharded(self.local, elsewhere=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
 
     checkpoint_layout = BY_INDEX
 
     def checkpoint_buffers(self, ids: list[str]) -> Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
-        return zero_state.buffers(self, ids)
+        return zero_state.buffers(self.local, ids)
 
     @bounded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -366,22 +367,29 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
             ValueError: groups or shapes do not fit; names the parameter.
         """
-        zero_state.load(self, state_dict)
+        with fail_together(self.process_group):
+            hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
+            loaded = zero_state.read(self.local, hooked)
+        with undone_if_raised(self), undone_if_raised(self.optim):  # also if another rank raises
+            self._has_state = zero_state.commit(self.local, loaded)
+            self._consolidated = None
+            with fail_together(self.process_group):  # only now: a hook may communicate
+                run_hooks(self, "load_state_dict_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         if self._overlap_with_ddp:
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
+        memo |= {id(kept): kept for kept in (self.process_group, self.local.constructor)}
         for key, value in vars(self).items():
-            if is_left_out(self, key):
-                continue  # hooks belong to the original, as with torch's optimizers
-            shared = key in ("process_group", "_join_config", "_optim_constructor")
-            vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
+            if not is_left_out(self, key):  # hooks belong to the original, as with torch's
+                shared = key == "_join_config"
+                vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
         copied._consolidated = None
         Optimizer.__setstate__(copied, {})
-        local_optimizer.copy_settings(copied.param_groups, copied.optim.param_groups)
-        local_optimizer.sync(copied)
+        copied.local.take_settings()
+        copied.local.sync()
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -431,10 +439,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         """The control block of the local FusedAdam. Its decision is the same on all ranks."""
         return self.optim.control
 
-    max_grad_norm = local_optimizer.setting(
+    max_grad_norm = _of_local(
         "max_grad_norm", "The norm that the local FusedAdam clips to. Set it on all ranks."
     )
-    skip_nonfinite = local_optimizer.setting(
+    skip_nonfinite = _of_local(
         "skip_nonfinite", "Whether the local FusedAdam skips non-finite steps. Set it on all ranks."
     )
 
@@ -453,7 +461,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
         """
         self.wait_for_params()
-        local_optimizer.refresh_masters(self, from_)
+        self.local.refresh_masters(named_params(self), from_)
+        self._consolidated = None
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the modules' parameters have arrived.
@@ -474,6 +483,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if isinstance(self.partition, BalancedBuckets):
             self.partition.wait_for_updates()
 
+    @bounded
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.
 
@@ -494,7 +504,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 "in a Join context, ranks without data only call step(): clip inside the step, "
                 "with max_grad_norm of FusedAdam or FusedAdamW"
             )
-        return local_optimizer.clip(self, max_norm)
+        return self.local.clip(max_norm, self._notice_trainability)
 
     # ---- overlap with DDP -------------------------------------------------------------------
 
@@ -509,4 +519,3 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         assigned = self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
         lay([each for of_rank in assigned for each in of_rank.values()], self._all_params)
         self._assign(info.params_per_rank)
-        local_optimizer.build(self)

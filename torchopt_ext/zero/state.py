@@ -1,25 +1,20 @@
-"""State dicts of a sharded optimizer, whole and as distributed checkpoints (DCP).
+"""The state dict of a sharded optimizer, whole and as this rank's part of a checkpoint (DCP).
 
 Their keys and shapes are the unsharded optimizer's, so any world size, either partition and the
 unsharded optimizer can load them. In a checkpoint every rank writes and reads its own parts.
 """
 
-from __future__ import annotations
-
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.storage import StorageReader
 
-from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.collective import all_gather_text, fail_together
-from torchopt_ext.optim.hooks import run_hooks
+from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.quantized import CODES, can_quantize
 from torchopt_ext.optim.storage import Storage
 from torchopt_ext.statedict import dcp
@@ -32,43 +27,37 @@ from torchopt_ext.statedict.loaded import (
     names_params,
     raise_problems,
     read_indexed,
-    undone_if_raised,
 )
 from torchopt_ext.statedict.low_bit import dequantized
 from torchopt_ext.statedict.moments import fit_moments, has_codes
-from torchopt_ext.zero import local_optimizer
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.functional import FunctionalFused
-from torchopt_ext.zero.local_optimizer import local_parts
+from torchopt_ext.zero.local_optimizer import LocalOptimizer, copy_settings
 from torchopt_ext.zero.part import Part, in_memory_order
-from torchopt_ext.zero.ranks import bounded
 from torchopt_ext.zero.state_shard import StateShard
-
-if TYPE_CHECKING:
-    from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 
 Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
 """A rank's state by parameter index and entry name: the rank's parts and their values."""
 
 
-def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
+def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
     """Returns this rank's state, and the further top-level entries of its state dict.
 
     The entries include the control block, because a rank without parameters has one, too.
     """
-    parts = local_parts(zero)
+    parts, optimizer = local.parts, local.optimizer
     numbers = {part.tensor: number for number, part in enumerate(parts)}
-    for key in [key for key, entry in zero.optim.state.items() if entry == {}]:
-        del zero.optim.state[key]  # a lookup has made it, perhaps of another rank's parameter
-    if hasattr(zero.optim, "state_dict"):
-        extra = dict(zero.optim.state_dict())
+    for key in [key for key, entry in optimizer.state.items() if entry == {}]:
+        del optimizer.state[key]  # a lookup has made it, perhaps of another rank's parameter
+    if hasattr(optimizer, "state_dict"):
+        extra = dict(optimizer.state_dict())
         state = extra.pop("state")
         del extra["param_groups"]
     else:  # a functional optimizer
-        extra, state = {}, {numbers[param]: entry for param, entry in zero.optim.state.items()}
-    if isinstance(zero.optim, FusedOptimizer):
-        extra[CONTROL_KEY] = control_entry(zero.optim.saved_control())
-    index_of = {param: index for index, param in enumerate(zero._all_params)}
+        extra, state = {}, {numbers[param]: entry for param, entry in optimizer.state.items()}
+    if local.is_fused:
+        extra[CONTROL_KEY] = control_entry(optimizer.saved_control())
+    index_of = {param: index for index, param in enumerate(params_of(local))}
     pieces: Pieces = {}
     for number, part in enumerate(parts):
         for name, value in (state.get(number) or {}).items():
@@ -78,10 +67,10 @@ def local_state(zero: ZeroRedundancyOptimizer) -> tuple[Pieces, dict[str, Any]]:
     return pieces, extra
 
 
-def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> tuple[Any, ...]:
+def consolidated(local: LocalOptimizer, to: int) -> tuple[Any, ...]:
     """Gathers all state on rank ``to``, by parameter index, and further entries; () elsewhere."""
-    with fail_together(zero.process_group):
-        pieces, extra = local_state(zero)
+    with fail_together(local.ranks.group):
+        pieces, extra = local_state(local)
     entries = []
     for index, own in pieces.items():
         for name, of_name in own.items():
@@ -91,19 +80,19 @@ def consolidated(zero: ZeroRedundancyOptimizer, to: int) -> tuple[Any, ...]:
                     entry.whole, entry.begin = part.param, part.begin
                     entry.value = in_memory_order(value, part.tensor)
                 entries.append(entry)
-    gathered = gather_entries(entries, to, zero.process_group)
+    gathered = gather_entries(entries, to, local.ranks.group)
     return () if gathered is None else (gathered, extra)
 
 
 def packed(
-    zero: ZeroRedundancyOptimizer, state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
+    groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the state dict that the unsharded optimizer would return."""
     copied = {index: dict(entry) for index, entry in state.items()}
     if extra.get(CONTROL_KEY) and copied:
         copied[min(copied)][CONTROL_KEY] = extra[CONTROL_KEY]
     others = {key: value for key, value in extra.items() if key != CONTROL_KEY}
-    return {"state": copied, "param_groups": numbered(zero.param_groups), **others}
+    return {"state": copied, "param_groups": numbered(groups), **others}
 
 
 def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,103 +121,93 @@ def _decoded(slot: Slot) -> Slot:
     return replace(slot, entry=fit_moments(slot.entry, slot.param, quantizes=False))
 
 
-def load(zero: ZeroRedundancyOptimizer, state_dict: dict[str, Any]) -> None:
-    """Checks an unsharded state dict and copies this rank's part into the local optimizer."""
-    with fail_together(zero.process_group):
-        parts = local_parts(zero)
-        hooked = run_hooks(zero, "load_state_dict_pre", state_dict.copy())
-        loaded = read_indexed(hooked, zero.param_groups)
-        if isinstance(zero.optim, FusedOptimizer):
-            loaded.slots = [*map(dequantized, loaded.slots)]
-        raise_problems(loaded.problems(zero.optim, parts=True))
-        owned = {part.param: part for part in parts}
-        slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}
-        if names_params(hooked):  # torch's functions know nothing of other ranks and of parts
-            fused = isinstance(zero.optim, FusedOptimizer) and hooked["state"]
-            lost = [p for p, slot in slot_of.items() if p.requires_grad and not slot.entry]
-            if lost := [p for p in lost if fused or zero.optim.state.get(owned[p].tensor)]:
-                raise ValueError(
-                    f"{slot_of[lost[0]].called('the state')} is missing ({len(lost)} in all). "
-                    "set_optimizer_state_dict loads what this rank saved, nested, by strict=False; "
-                    "load_state_dict and torchopt_ext.statedict.dcp.load load a whole state"
-                )
-        slots = []
-        for part in parts:
-            slot = slot_of[part.param]
-            entry = {}
-            for name, value in slot.entry.items():
-                own = part.of_entry(name)
-                entry[name] = value.of_part(own) if isinstance(value, StateShard) else own.of(value)
-            slots.append(replace(slot, param=part.tensor, entry=entry))
+def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
+    """Reads and checks an unsharded state dict. Returns what it has for this rank's parts.
+
+    Raises:
+        ValueError: the state dict does not fit.
+    """
+    parts, optimizer = local.parts, local.optimizer
+    loaded = read_indexed(state_dict, local.param_groups)
+    if local.is_fused:
+        loaded.slots = [*map(dequantized, loaded.slots)]
+    raise_problems(loaded.problems(optimizer, parts=True))
+    owned = {part.param: part for part in parts}
+    slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}
+    if names_params(state_dict):  # torch's functions know nothing of other ranks and of parts
+        fused = local.is_fused and state_dict["state"]
+        lost = [p for p, slot in slot_of.items() if p.requires_grad and not slot.entry]
+        if lost := [p for p in lost if fused or optimizer.state.get(owned[p].tensor)]:
+            raise ValueError(
+                f"{slot_of[lost[0]].called('the state')} is missing ({len(lost)} in all). "
+                "set_optimizer_state_dict loads what this rank saved, nested, by strict=False; "
+                "load_state_dict and torchopt_ext.statedict.dcp.load load a whole state"
+            )
+    slots = []
+    for part in parts:
+        slot = slot_of[part.param]
+        entry = {}
+        for name, value in slot.entry.items():
+            own = part.of_entry(name)
+            entry[name] = value.of_part(own) if isinstance(value, StateShard) else own.of(value)
+        slots.append(replace(slot, param=part.tensor, entry=entry))
     groups = [
         {key: value for key, value in group.items() if key != "param_names" or key in own}
         | {key: own[key] for key in ("params", "param_names") if key in own}
-        for group, own in zip(loaded.groups, zero.optim.param_groups, strict=True)
+        for group, own in zip(loaded.groups, optimizer.param_groups, strict=True)
     ]
-    is_fused = isinstance(zero.optim, FusedOptimizer)  # its step count is the same on all ranks
-    before = largest_step(zero.optim.state.values()) if is_fused else 0
-    has_state = any(slot.entry for slot in slots)
+    return replace(loaded, slots=slots, groups=groups)
+
+
+def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
+    """Copies what was read into the local optimizer. Returns whether some rank has state."""
+    optimizer, group = local.optimizer, local.ranks.group
+    # A fused optimizer's step count is the same on all ranks.
+    before = largest_step(optimizer.state.values()) if local.is_fused else 0
+    has_state = any(slot.entry for slot in loaded.slots)
     text = json.dumps([loaded.control, loaded.counted, before, has_state])
-    of_ranks = [json.loads(t) for t in all_gather_text(text, zero.process_group)]
+    of_ranks = [json.loads(t) for t in all_gather_text(text, group)]
     controls, counted, made, have_state = zip(*of_ranks, strict=True)
-    control: dict[str, Any] = next(filter(None, controls), {})
-    with undone_if_raised(zero), undone_if_raised(zero.optim):  # also if another rank raises
-        with fail_together(zero.process_group):
-            if is_fused:
-                fields = zero.optim.control_to_load(control, max(counted), max(made))
-                zero.optim.take_loaded(Loaded(slots, groups), fields)
-            elif hasattr(zero.optim, "load_state_dict"):
-                state = {number: slot.entry for number, slot in enumerate(slots) if slot.entry}
-                local = {"state": state, "param_groups": numbered(groups)}
-                load_whole(zero.optim, loaded.extra | local)
-            else:  # a functional optimizer; torch's keep their step counts on the CPU
-                at = None if isinstance(zero.optim, FunctionalFused) else "cpu"
-                zero.optim.state = {
-                    slot.param: {
-                        name: converted(name, value, slot.param, Storage(), at)
-                        for name, value in slot.entry.items()
-                    }
-                    for slot in slots
-                    if slot.entry
+    with fail_together(group):
+        if local.is_fused:
+            control: dict[str, Any] = next(filter(None, controls), {})
+            fields = optimizer.control_to_load(control, max(counted), max(made))
+            optimizer.take_loaded(Loaded(loaded.slots, loaded.groups), fields)
+        elif hasattr(optimizer, "load_state_dict"):
+            state = {n: slot.entry for n, slot in enumerate(loaded.slots) if slot.entry}
+            own = {"state": state, "param_groups": numbered(loaded.groups)}
+            load_whole(optimizer, loaded.extra | own)
+        else:  # a functional optimizer; torch's keep their step counts on the CPU
+            at = None if isinstance(optimizer, FunctionalFused) else "cpu"
+            optimizer.state = {
+                slot.param: {
+                    name: converted(name, value, slot.param, Storage(), at)
+                    for name, value in slot.entry.items()
                 }
-                local_optimizer.copy_settings(groups, zero.optim.param_groups)
-            local_optimizer.sync(zero)
-            zero._consolidated, zero._has_state = None, any(have_state)
-        with fail_together(zero.process_group):  # only now: a hook may communicate
-            run_hooks(zero, "load_state_dict_post")
+                for slot in loaded.slots
+                if slot.entry
+            }
+            copy_settings(loaded.groups, optimizer.param_groups)
+        local.sync()
+    return any(have_state)
 
 
 # ---- torch.distributed.checkpoint ----------------------------------------------------------------
 
 
-@bounded
-def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """Returns this rank's part of a ZeroRedundancyOptimizer's state dict. Call it on all ranks.
-
-    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. In addition, this function
-    raises on all ranks if one rank has an entry that DCP would not restore.
-
-    Raises:
-        TypeError: DCP would not restore an entry of this rank unchanged; names the entry.
-        ValueError: another rank has such an entry; names the rank and the entry.
-    """
-    with fail_together(zero.process_group):
-        return sharded(zero, elsewhere=False)
-
-
-def sharded(zero: ZeroRedundancyOptimizer, *, elsewhere: bool) -> dict[str, Any]:
-    """Builds the result of :func:`sharded_state_dict` on this rank alone; tensors are StateShards.
+def sharded(local: LocalOptimizer, *, elsewhere: bool) -> dict[str, Any]:
+    """Returns this rank's part of the state dict; tensors are StateShards.
 
     Args:
         elsewhere: another rank gives the whole tensors to DCP.
     """
-    pieces, extra = local_state(zero)
+    pieces, extra = local_state(local)
     state = {
         index: {name: joined(of_name, elsewhere) for name, of_name in own.items()}
         for index, own in sorted(pieces.items())
     }
     # Every rank's first parameter has the control block's fields, which all ranks read.
-    result: dict[str, Any] = dcp.storable(packed(zero, state, extra))
+    result: dict[str, Any] = dcp.storable(packed(local.param_groups, state, extra))
     return result
 
 
@@ -240,36 +219,12 @@ def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
     return value
 
 
-@bounded
-@torch.no_grad()
-def load_sharded(
-    zero: ZeroRedundancyOptimizer,
-    checkpoint: str | os.PathLike[str] | StorageReader,
-    key: str = "optimizer",
-) -> None:
-    """Loads a ZeroRedundancyOptimizer from a distributed checkpoint. Call it on all ranks.
-
-    The call is ``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`.
-
-    Args:
-        zero: the ZeroRedundancyOptimizer.
-        checkpoint: a folder, or a reader of another storage.
-        key: the key under which the optimizer was saved.
-
-    Raises:
-        ValueError: groups, shapes or keys do not fit; all ranks raise, naming the parameter or key.
-        RuntimeError: a rank cannot read its parts. All ranks raise.
-    """
-    reader = checkpoint if isinstance(checkpoint, StorageReader) else dcp.Reader(checkpoint)
-    dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
-
-
-def buffers(zero: ZeroRedundancyOptimizer, ids: list[str]) -> dcp.Buffers:
+def buffers(local: LocalOptimizer, ids: list[str]) -> dcp.Buffers:
     """Returns what this rank reads into: its parts of parameters, nothing for other parameters."""
-    of_id = zip(ids, zero._all_params, strict=False)
+    of_id = zip(ids, params_of(local), strict=False)
     params: dict[dcp.Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}
-    for part in local_parts(zero):
+    for part in local.parts:
         parts.setdefault(part.param, []).append(part)
 
     def buffer(path: dcp.Path, like: Tensor) -> Tensor:
