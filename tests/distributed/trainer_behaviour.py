@@ -141,8 +141,8 @@ def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()
     """Makes a gradient NaN in some steps, and the loss infinite (gradients finite) in others."""
     param = next(trainer.model_parts[0].parameters())
     param.register_hook(lambda g: g * math.nan if trainer.step in gradients else g)
-    loss_fn = trainer.loss_fn
-    trainer.loss_fn = lambda *args: loss_fn(*args) + (math.inf if trainer.step in losses else 0)
+    loss_fn = trainer.forward_pass.loss_fn
+    trainer.forward_pass.loss_fn = lambda *args: loss_fn(*args) + (math.inf if trainer.step in losses else 0)
 
 
 @case(1)

@@ -30,7 +30,7 @@ def main() -> None:
     model.init_weights()
     optimizer = FusedAdamW(
         model.parameters(),
-        lr=config.optimizer.lr,
+        lr=8e-4,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         max_grad_norm=training.max_norm,

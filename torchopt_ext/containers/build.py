@@ -29,7 +29,7 @@ _TORCH: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, name) for name in FUSED if hasattr(torch.optim, name)
 }
 _PRESET = {"lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-"""The defaults of torchtitan's section, which are Adam's. Other algorithms have those they declare."""
+"""The defaults of torchtitan's section, which are for Adam. Other algorithms have their own."""
 _UNCONFIGURED = ("decoupled_weight_decay", "bias_correction")
 
 

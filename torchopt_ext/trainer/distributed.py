@@ -1,15 +1,13 @@
-"""Functions on process groups for the Trainer: start, seeds, timeouts, reductions, contexts.
+"""Functions on process groups for the Trainer: start, seeds, timeouts, reductions.
 
 The functions are those of torchtitan 0.1 (torchtitan/distributed/utils.py), for any device.
 """
 
-import contextlib
 import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, parallel
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.tensor import DTensor
 
 from torchopt_ext import _torch
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
@@ -237,96 +233,3 @@ def clip_grad_norm_(
         norm = square.sqrt().to(norm.dtype)
     nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
     return norm
-
-
-# ---- contexts ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def train_context(
-    loss_parallel: bool,
-    compiled_autograd: bool,
-    cp_context: AbstractContextManager[None] | None = None,
-) -> Iterator[None]:
-    """The context for a forward and backward pass.
-
-    Args:
-        loss_parallel: whether the loss is computed from logits sharded over ranks.
-        compiled_autograd: whether the backward pass is compiled.
-        cp_context: the context of `create_context_parallel_ctx`.
-    """
-    with contextlib.ExitStack() as stack:
-        if loss_parallel:
-            stack.enter_context(parallel.loss_parallel())
-        if compiled_autograd:
-            stack.enter_context(_torch.compiled_autograd())
-        if cp_context is not None:
-            # The kernels that torch's context parallelism shards: all except MATH.
-            kernels = (
-                SDPBackend.FLASH_ATTENTION,
-                SDPBackend.EFFICIENT_ATTENTION,
-                SDPBackend.CUDNN_ATTENTION,
-            )
-            stack.enter_context(sdpa_kernel(list(kernels)))
-            stack.enter_context(cp_context)
-        yield
-
-
-def create_context_parallel_ctx(
-    world_mesh: DeviceMesh,
-    parallel_dims: ParallelDims,
-    job_config: JobConfig,
-    batch: list[Tensor],
-    model_parts: list[nn.Module],
-) -> AbstractContextManager[None] | None:
-    """Returns torch's context_parallel for one batch, or None without context parallelism.
-
-    Inside, each tensor holds this rank's positions, and attention exchanges keys and values.
-
-    Args:
-        world_mesh: the mesh of all ranks.
-        parallel_dims: the mesh's degrees.
-        job_config: names the method of the exchange.
-        batch: inputs and labels [batch, seq_len]; they stay sharded.
-        model_parts: their table of positions `freqs_cis` [seq_len, ...] is sharded, and restored.
-
-    Raises:
-        ValueError: seq_len is not a multiple of twice the degree.
-    """
-    if not parallel_dims.cp_enabled:
-        return None
-    from torch.distributed.tensor.experimental import context_parallel
-
-    if batch[0].shape[1] % (2 * parallel_dims.cp):  # two chunks per rank, to balance causal work
-        raise ConfigError(
-            f"training.seq_len is {batch[0].shape[1]}, expected a multiple of twice "
-            f"parallelism.context_parallel_degree {parallel_dims.cp}"
-        )
-    tables: list[Any] = [part.freqs_cis for part in model_parts]
-    _torch.set_rotate_method(job_config.parallelism.context_parallel_rotate_method)
-    return context_parallel(
-        world_mesh["cp"],
-        buffers=[*batch, *tables],
-        buffer_seq_dims=[1] * len(batch) + [0] * len(tables),
-        no_restore_buffers=set(batch),
-    )
-
-
-def maybe_enable_amp(
-    parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
-) -> AbstractContextManager[Any]:
-    """Returns autocast for mixed precision with DDP or on one rank. Enter it in each step.
-
-    FSDP casts on its own. Tensor and pipeline parallelism without FSDP have no mixed precision, as
-    in torchtitan.
-    """
-    if mixed_precision_param == "float32" or parallel_dims.fsdp_enabled:
-        return contextlib.nullcontext()
-    if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
-        logger.warning(
-            "training.mixed_precision_param is %r, which tensor and pipeline parallel do only "
-            "together with FSDP; this job computes in training.dtype",
-            mixed_precision_param,
-        )
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=DTYPES[mixed_precision_param])

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from torchopt_ext.trainer.config import (
 )
 from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.failures import record
+from torchopt_ext.trainer.forward_pass import ForwardPass
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.initial_weights import init_parts, tied_names
 from torchopt_ext.trainer.metrics import MetricsProcessor
@@ -38,7 +39,6 @@ from torchopt_ext.trainer.optimizers import (
     gradient_accumulation_steps,
 )
 from torchopt_ext.trainer.parallel_dims import ParallelDims
-from torchopt_ext.trainer.parallelize import set_gradient_sync
 from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchopt_ext.trainer.skips import SkippedSteps
 from torchopt_ext.trainer.stop import StopOnSignal
@@ -125,8 +125,9 @@ class Trainer(Stateful):
         self.dataloader = build_dataloader(job_config=job_config)
         self._build_model()
         self._build_optimizers()
-        validates = job_config.validation.enable
-        self.validator = Validator(self, build_dataloader) if validates else None
+        self.validator: Validator | None = None
+        if job_config.validation.enable:
+            self.validator = Validator(self.forward_pass, job_config, build_dataloader)
 
         # Everything that checkpoints hold must exist before a checkpoint is loaded.
         self.step = 0
@@ -184,22 +185,17 @@ class Trainer(Stateful):
         )
         logger.info("Model %s %s: %s parameters", spec.name, job_config.model.flavor, f"{count:,}")
 
-        self.loss_fn = spec.build_loss_fn(job_config)
-        self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage = None, True, True
-        if dims.pp_enabled:
-            if spec.pipelining_fn is None:
-                raise ConfigError(f"{spec.name} has no pipelining_fn, which pipeline stages need")
-            (
-                self.pp_schedule,
-                self.model_parts,
-                self.pp_has_first_stage,
-                self.pp_has_last_stage,
-            ) = spec.pipelining_fn(
-                model, self.world_mesh, dims, job_config, self.device, model_args,
-                spec.parallelize_fn, self._share_of_loss,
-            )  # fmt: skip
-        else:
-            self.model_parts = [spec.parallelize_fn(model, self.world_mesh, dims, job_config)]
+        self.forward_pass = ForwardPass(
+            model,
+            model_args,
+            spec,
+            job_config,
+            self.world_mesh,
+            dims,
+            self.device,
+            self.gradient_accumulation_steps,
+        )
+        self.model_parts = self.forward_pass.model_parts
         init_parts(self.model_parts, ties, job_config, self.device)
 
     def _build_optimizers(self) -> None:
@@ -221,13 +217,6 @@ class Trainer(Stateful):
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
         self._clip_time = OptimizerTime(self.device)  # if it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
-        compiled = job_config.parallelism.enable_compiled_autograd
-        self.train_context = partial(
-            distributed.train_context, dims.loss_parallel_enabled, compiled
-        )
-        self.maybe_enable_amp = distributed.maybe_enable_amp(
-            dims, job_config.training.mixed_precision_param, self.device.type
-        )
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -264,7 +253,7 @@ class Trainer(Stateful):
         self.optimizers.zero_grad()
         if self._steps_in_backward or self._forward_writes:
             self.checkpointer.maybe_wait_for_staging()
-        loss = self._forward_backward(input_dict, labels)
+        loss = self.forward_pass.backward(input_dict, labels)
         self.ft_manager.average_gradients(self.model_parts)
         grad_norm = None
         if not self._clips_in_step:
@@ -295,55 +284,6 @@ class Trainer(Stateful):
             self._skips.count(self._skips.total + (not usable))
         if self.metrics_processor.should_log(self.step):
             self._log(loss, grad_norm)
-
-    def _forward_backward(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """Computes gradients of the mean loss over all microbatches. Returns the loss, detached."""
-        count = self.gradient_accumulation_steps
-        total: Tensor | None = None
-        for index in range(count):
-            inputs = {key: value.chunk(count)[index] for key, value in input_dict.items()}
-            if count > 1:
-                set_gradient_sync(self.model_parts, index == count - 1)
-            loss = self._microbatch(inputs, labels.chunk(count)[index])
-            total = loss if total is None else total + loss
-        assert total is not None
-        return total
-
-    def _microbatch(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """Runs one local batch forward and backward. Returns its share of the loss, detached."""
-        inputs = input_dict["input"]
-        cp_context = distributed.create_context_parallel_ctx(
-            self.world_mesh, self.parallel_dims, self.job_config, [inputs, labels], self.model_parts
-        )
-        with self.train_context(cp_context):
-            if self.pp_schedule is None:
-                (model,) = self.model_parts
-                with self.maybe_enable_amp:
-                    loss = self._share_of_loss(model(inputs), labels)
-                torch.autograd.backward(loss)
-                return loss.detach()
-            return self.run_pipeline(self.pp_schedule.step, inputs, labels)
-
-    def run_pipeline(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
-        """Calls a method of the schedule. Returns the loss, or -1 on stages before the last."""
-        losses: list[Tensor] = []
-        first = (inputs,) if self.pp_has_first_stage else ()
-        last = {"target": labels, "losses": losses} if self.pp_has_last_stage else {}
-        run(*first, **last)
-        if not losses:
-            return torch.full((), -1.0, device=self.device)
-        return torch.stack(losses).mean().detach().to(self.device)
-
-    def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
-        """Returns a local batch's share of the mean loss of the step.
-
-        A loss that is not finite may have finite gradients, but the step must be skipped. The
-        gradients become NaN, which reaches all ranks with them, without waiting for the device.
-        """
-        loss: Tensor = self.loss_fn(pred, labels) / self.gradient_accumulation_steps
-        if self.job_config.optimizer.skip_nonfinite and loss.requires_grad:
-            loss.register_hook(partial(_nan_unless_finite, loss.detach()))  # type: ignore[no-untyped-call]
-        return loss
 
     def _mean_and_max(self, loss: Tensor) -> tuple[float, float]:
         """Reduces the loss over the ranks that read different tokens. Waits for the device."""
@@ -468,10 +408,6 @@ class Trainer(Stateful):
         self.gc_handler.close()
         self.metrics_processor.close()
         self.checkpointer.close()
-
-
-def _nan_unless_finite(loss: Tensor, grad: Tensor) -> Tensor:
-    return torch.where(loss.isfinite(), grad, math.nan)
 
 
 def _saves_buffers(part: nn.Module) -> bool:

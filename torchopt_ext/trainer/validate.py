@@ -3,24 +3,21 @@
 import dataclasses
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchopt_ext._torch import prepare_stages_again
-from torchopt_ext.trainer.config import ConfigError
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.forward_pass import ForwardPass
 from torchopt_ext.trainer.pipeline import is_v_shaped
 
-if TYPE_CHECKING:
-    from torchopt_ext.trainer.trainer import Trainer
 
-
-def _check_batch_size(trainer: "Trainer") -> None:
-    if trainer.pp_schedule is None:
-        return
-    training, validation = trainer.job_config.training, trainer.job_config.validation
-    parallelism = trainer.job_config.parallelism
+def _check_batch_size(job_config: JobConfig) -> None:
+    """Rejects batches that a pipeline's schedule cannot split."""
+    training, validation = job_config.training, job_config.validation
+    parallelism = job_config.parallelism
     if is_v_shaped(parallelism):
         raise ConfigError(
             "validation.enable does not go with parallelism.pipeline_parallel_schedule "
@@ -43,10 +40,9 @@ def _check_batch_size(trainer: "Trainer") -> None:
 
 
 class Validator:
-    """Evaluates a Trainer's model on `[validation]`'s data set, always read from its beginning.
+    """Evaluates a model on `[validation]`'s data set, always read from its beginning.
 
     Args:
-        trainer: the Trainer whose model, loss and contexts are used.
         build_dataloader: builds this rank's loader from the keyword `job_config`, in which
             `validation` replaces the data set, batch size and sequence length of `training`.
 
@@ -54,11 +50,14 @@ class Validator:
         ConfigError: A pipeline schedule cannot split the batches.
     """
 
-    def __init__(self, trainer: "Trainer", build_dataloader: Callable[..., Any]) -> None:
-        config = trainer.job_config.validation
-        _check_batch_size(trainer)
+    def __init__(
+        self, forward_pass: ForwardPass, job_config: JobConfig, build_dataloader: Callable[..., Any]
+    ) -> None:
+        config = job_config.validation
+        if forward_pass.schedule is not None:
+            _check_batch_size(job_config)
         training = dataclasses.replace(
-            trainer.job_config.training,
+            job_config.training,
             dataset=config.dataset,
             dataset_path=config.dataset_path,
             batch_size=config.local_batch_size,
@@ -66,8 +65,8 @@ class Validator:
             dataloader=config.dataloader,
             epochs=1,
         )
-        self._job_config = dataclasses.replace(trainer.job_config, training=training)
-        self._trainer, self._build, self._config = trainer, build_dataloader, config
+        self._job_config = dataclasses.replace(job_config, training=training)
+        self._forward_pass, self._build, self._config = forward_pass, build_dataloader, config
 
     def should_validate(self, step: int) -> bool:
         """Returns True every `validation.freq` steps, before the first step and after the last."""
@@ -80,28 +79,22 @@ class Validator:
         Raises:
             ValueError: The data set has no batch.
         """
-        trainer = self._trainer
-        prepare_stages_again(trainer.pp_schedule)
-        for part in trainer.model_parts:
+        forward_pass, config = self._forward_pass, self._config
+        prepare_stages_again(forward_pass.schedule)
+        for part in forward_pass.model_parts:
             part.eval()
-        losses = []
-        limit = self._config.steps if self._config.steps > 0 else None
-        for input_dict, labels in islice(self._build(job_config=self._job_config), limit):
-            inputs, labels = input_dict["input"].to(trainer.device), labels.to(trainer.device)
-            with trainer.train_context(), trainer.maybe_enable_amp:
-                if trainer.pp_schedule is None:
-                    losses.append(trainer.loss_fn(trainer.model_parts[0](inputs), labels))
-                else:
-                    # The schedule's loss is divided by the number of accumulated batches.
-                    loss = trainer.run_pipeline(trainer.pp_schedule.eval, inputs, labels)
-                    losses.append(loss * trainer.gradient_accumulation_steps)
-        for part in trainer.model_parts:
+        limit = config.steps if config.steps > 0 else None
+        device = forward_pass.device
+        losses = [
+            forward_pass.evaluate(input_dict["input"].to(device), labels.to(device))
+            for input_dict, labels in islice(self._build(job_config=self._job_config), limit)
+        ]
+        for part in forward_pass.model_parts:
             part.train()
-        prepare_stages_again(trainer.pp_schedule)
+        prepare_stages_again(forward_pass.schedule)
         if not losses:
             raise ValueError(
-                f"validation.dataset is {self._config.dataset!r} at "
-                f"{self._config.dataset_path!r}, which gives no batch of "
-                f"{self._config.local_batch_size} x {self._config.seq_len} tokens"
+                f"validation.dataset is {config.dataset!r} at {config.dataset_path!r}, which gives "
+                f"no batch of {config.local_batch_size} x {config.seq_len} tokens"
             )
         return torch.stack(losses).mean()

@@ -22,6 +22,7 @@ from torchopt_ext import _torch
 from torchopt_ext.trainer import distributed, stop
 from torchopt_ext.trainer.checkpoint_states import generator_states
 from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
+from torchopt_ext.trainer.forward_pass import maybe_enable_amp
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import checkpoint_activations, parallelize
 from torchopt_ext.trainer.stop import StopOnSignal
@@ -169,7 +170,7 @@ def test_autocast(
 ) -> None:
     world_size = max(degrees)
     dims = ParallelDims(*degrees, world_size=world_size, enable_loss_parallel=True)
-    context = distributed.maybe_enable_amp(dims, dtype, "cpu")
+    context = maybe_enable_amp(dims, dtype, "cpu")
     assert type(context) is kind
     for _ in range(2):  # one step each
         with context:

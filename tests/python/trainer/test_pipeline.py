@@ -141,10 +141,11 @@ def test_schedules_have_names() -> None:
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
 def test_v_shaped_schedules_do_not_validate(schedule: str) -> None:
-    trainer: Any = SimpleNamespace(pp_schedule=object(), job_config=JobConfig())
-    trainer.job_config.parallelism.pipeline_parallel_schedule = schedule
+    forward_pass: Any = SimpleNamespace(schedule=object())
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_schedule = schedule
     with pytest.raises(ConfigError, match=f"schedule '{schedule}': torch evaluates no V-shaped"):
-        Validator(trainer, cast(Any, None))
+        Validator(forward_pass, config, cast(Any, None))
 
 
 def test_layers_have_names() -> None:

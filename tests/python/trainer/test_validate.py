@@ -1,6 +1,7 @@
 """Validator rejects data sets that give no batch, and batches that no schedule can split."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,11 @@ from torchopt_ext.trainer.validate import Validator
 def test_a_data_set_without_a_batch_is_named() -> None:
     config = JobConfig()
     config.validation.dataset, config.validation.dataset_path = "text", "held_out"
-    trainer = SimpleNamespace(job_config=config, model_parts=[], pp_schedule=None)
+    forward_pass: Any = SimpleNamespace(model_parts=[], schedule=None, device=None)
     with pytest.raises(
         ValueError, match=r"validation.dataset is 'text' at 'held_out', .* no batch"
     ):
-        Validator(trainer, lambda job_config: []).validate()  # type: ignore[arg-type]
+        Validator(forward_pass, config, lambda job_config: []).validate()
 
 
 @pytest.mark.newest_torch  # earlier versions take the shape of training only
@@ -25,9 +26,9 @@ def test_a_pipeline_must_be_able_to_split_a_batch(size: int, fits: bool) -> None
     config.training.batch_size = 4
     config.parallelism.pipeline_parallel_microbatch_size = 1
     config.validation.local_batch_size = size
-    trainer = SimpleNamespace(job_config=config, model_parts=[], pp_schedule=object())
+    forward_pass: Any = SimpleNamespace(model_parts=[], schedule=object())
     if fits:
-        Validator(trainer, lambda job_config: [])  # type: ignore[arg-type]
+        Validator(forward_pass, config, lambda job_config: [])
         return
     with pytest.raises(ConfigError, match=f"local_batch_size is {size}, expected a multiple .* 4"):
-        Validator(trainer, lambda job_config: [])  # type: ignore[arg-type]
+        Validator(forward_pass, config, lambda job_config: [])

@@ -1,0 +1,198 @@
+"""ForwardPass: how local batches pass through this rank's part of the model."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchopt_ext import _torch
+from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.distributed import DTYPES
+from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import set_gradient_sync
+from torchopt_ext.trainer.train_spec import TrainSpec
+
+logger = logging.getLogger(__name__)
+
+SHARDED_KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+)
+"""The kernels that torch's context parallelism shards: all except MATH."""
+
+
+class ForwardPass:
+    """This rank's model parts, and the way from a batch to the loss and its gradients.
+
+    Training and validation share it.
+
+    Args:
+        model: the whole model, on the meta device.
+        accumulated: local batches whose gradients a step accumulates.
+
+    Attributes:
+        model_parts: the parts, parallelized. They have no weights yet.
+        schedule: the pipeline's schedule; None without pipeline parallelism.
+        loss_fn: the mean loss of a local batch.
+
+    Raises:
+        ConfigError: The job has pipeline stages, but the TrainSpec has no pipelining_fn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_args: Any,
+        spec: TrainSpec,
+        job_config: JobConfig,
+        world_mesh: DeviceMesh,
+        dims: ParallelDims,
+        device: torch.device,
+        accumulated: int,
+    ) -> None:
+        self._config, self._mesh, self._dims = job_config, world_mesh, dims
+        self.device, self._accumulated = device, accumulated
+        self.loss_fn = spec.build_loss_fn(job_config)
+        self._amp = maybe_enable_amp(dims, job_config.training.mixed_precision_param, device.type)
+        common = model, world_mesh, dims, job_config
+        self.schedule: Any = None
+        if not dims.pp_enabled:
+            self.model_parts = [spec.parallelize_fn(*common)]
+            return
+        if spec.pipelining_fn is None:
+            raise ConfigError(f"{spec.name} has no pipelining_fn, which pipeline stages need")
+        self.schedule, self.model_parts, self._has_first_stage, self._has_last_stage = (
+            spec.pipelining_fn(
+                *common, device, model_args, spec.parallelize_fn, self._share_of_loss
+            )
+        )
+
+    def backward(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Computes gradients of the mean loss over a step's local batches.
+
+        Args:
+            input_dict, labels: the local batches, concatenated.
+
+        Returns:
+            The loss, detached; on stages before the last a negative number.
+        """
+        count = self._accumulated
+        total = torch.zeros((), device=self.device)
+        chunks = zip(input_dict["input"].chunk(count), labels.chunk(count), strict=True)
+        for index, (inputs, targets) in enumerate(chunks):
+            if count > 1:
+                set_gradient_sync(self.model_parts, index == count - 1)
+            with self._contexts(self._sharded_context(inputs, targets)):
+                if self.schedule is not None:
+                    loss = self._run(self.schedule.step, inputs, targets)
+                else:
+                    with self._amp:
+                        loss = self._share_of_loss(self.model_parts[0](inputs), targets)
+                    torch.autograd.backward(loss)
+            total = total + loss.detach()
+        return total
+
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Returns a local batch's mean loss; on stages before the last a negative number."""
+        with self._contexts(), self._amp:
+            if self.schedule is None:
+                return self.loss_fn(self.model_parts[0](inputs), labels)
+            return self._run(self.schedule.eval, inputs, labels) * self._accumulated
+
+    def _run(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
+        """Calls a method of the schedule. Returns the loss, or -1 on stages before the last."""
+        losses: list[Tensor] = []
+        first = (inputs,) if self._has_first_stage else ()
+        last = {"target": labels, "losses": losses} if self._has_last_stage else {}
+        run(*first, **last)
+        if not losses:
+            return torch.full((), -1.0, device=self.device)
+        return torch.stack(losses).mean().detach().to(self.device)
+
+    def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
+        """Returns a local batch's share of the mean loss of the step.
+
+        A loss that is not finite may have finite gradients, but the step must be skipped. The
+        gradients become NaN, which reaches all ranks with them, without waiting for the device.
+        """
+        loss: Tensor = self.loss_fn(pred, labels) / self._accumulated
+        if self._config.optimizer.skip_nonfinite and loss.requires_grad:
+            loss.register_hook(partial(_nan_unless_finite, loss.detach()))  # type: ignore[no-untyped-call]
+        return loss
+
+    @contextlib.contextmanager
+    def _contexts(self, sharded: AbstractContextManager[None] | None = None) -> Iterator[None]:
+        """The contexts for a forward and backward pass."""
+        with contextlib.ExitStack() as stack:
+            if self._dims.loss_parallel_enabled:
+                stack.enter_context(parallel.loss_parallel())
+            if self._config.parallelism.enable_compiled_autograd:
+                stack.enter_context(_torch.compiled_autograd())
+            if sharded is not None:
+                stack.enter_context(sdpa_kernel([*SHARDED_KERNELS]))
+                stack.enter_context(sharded)
+            yield
+
+    def _sharded_context(
+        self, inputs: Tensor, labels: Tensor
+    ) -> AbstractContextManager[None] | None:
+        """Returns torch's context_parallel for one batch, or None without context parallelism.
+
+        Inside, each tensor holds this rank's positions, and attention exchanges keys and values.
+        Tables of positions, `freqs_cis` [seq_len, ...] of a part, are restored.
+
+        Raises:
+            ConfigError: seq_len is not a multiple of twice the degree.
+        """
+        degree = self._dims.cp
+        if degree == 1:
+            return None
+        from torch.distributed.tensor.experimental import context_parallel
+
+        if inputs.shape[1] % (2 * degree):  # two chunks per rank, to balance causal work
+            raise ConfigError(
+                f"training.seq_len is {inputs.shape[1]}, expected a multiple of twice "
+                f"parallelism.context_parallel_degree {degree}"
+            )
+        tables: list[Any] = [part.freqs_cis for part in self.model_parts]
+        _torch.set_rotate_method(self._config.parallelism.context_parallel_rotate_method)
+        return context_parallel(
+            self._mesh["cp"],
+            buffers=[inputs, labels, *tables],
+            buffer_seq_dims=[1, 1] + [0] * len(tables),
+            no_restore_buffers={inputs, labels},
+        )
+
+
+def maybe_enable_amp(
+    parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
+) -> AbstractContextManager[Any]:
+    """Returns autocast for mixed precision with DDP or on one rank. Enter it in each step.
+
+    FSDP casts on its own. Tensor and pipeline parallelism without FSDP have no mixed precision, as
+    in torchtitan.
+    """
+    if mixed_precision_param == "float32" or parallel_dims.fsdp_enabled:
+        return contextlib.nullcontext()
+    if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
+        logger.warning(
+            "training.mixed_precision_param is %r, which tensor and pipeline parallel do only "
+            "together with FSDP; this job computes in training.dtype",
+            mixed_precision_param,
+        )
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=DTYPES[mixed_precision_param])
+
+
+def _nan_unless_finite(loss: Tensor, grad: Tensor) -> Tensor:
+    return torch.where(loss.isfinite(), grad, math.nan)
