@@ -21,7 +21,7 @@ from torchopt_ext.optim.collective import collective, wait
 from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.bucket import Bucket
-from torchopt_ext.zero.inputs import check_frozen, check_untied
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
@@ -35,18 +35,26 @@ class BalancedBuckets:
 
     Args:
         ranks: the ranks that share the parameters.
+        params: the parameters of all groups.
         bucket_elements: elements of a bucket; None for the planner's choice.
         sharded_gradients: reduce gradients while backward computes them (reducer.py).
     """
 
     gathers = False  # all-gather parameters on the CPU as well
 
-    def __init__(self, ranks: Ranks, bucket_elements: int | None, sharded_gradients: bool) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        params: Parameters,
+        bucket_elements: int | None,
+        sharded_gradients: bool,
+    ) -> None:
         self.ranks = ranks
+        self.params = params
         self.bucket_elements = bucket_elements
         self.all_buckets: list[Bucket] = []
         self.mine: list[list[Tensor]] = []  # this rank's parts, group by group
-        self.reducer = Reducer(ranks, self.all_buckets, hooks=sharded_gradients)
+        self.reducer = Reducer(ranks, params, self.all_buckets, hooks=sharded_gradients)
         self._part_of: dict[Tensor, Part] = {}
         self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
         self._cut: list[Part] = []  # the other parts
@@ -64,7 +72,7 @@ class BalancedBuckets:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.wait_for_updates()
         self.reducer.settle()
-        copied = type(self)(self.ranks, self.bucket_elements, sharded_gradients=False)
+        copied = type(self)(self.ranks, self.params, self.bucket_elements, sharded_gradients=False)
         for key, value in vars(self).items():
             if key not in ("_sources", "_marks", "_lazy", "_handles"):
                 vars(copied)[key] = copy.deepcopy(value, memo)
@@ -156,7 +164,8 @@ class BalancedBuckets:
         self.wait_for_updates()
         if self.reducer.active:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
-        check_frozen(self._unsent, self.ranks.size)
+        if self.ranks.size > 1:
+            self.params.check_frozen(self._unsent)
         self._follow_memory()
         if self.reducer.active:
             return
@@ -169,6 +178,11 @@ class BalancedBuckets:
             source = (grad, version(grad))
             known = self._sources.get(part)
             if known is None or known[0] is not grad or known[1] != source[1]:
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"the gradient of {self.params.called(part.param)} has layout "
+                        f"{grad.layout}, expected a dense tensor"
+                    )
                 part.tensor.grad = part.cut(grad)
                 self._sources[part] = source
 
@@ -187,8 +201,9 @@ class BalancedBuckets:
     def _follow_memory(self) -> None:
         """Lays buckets anew if the memory of their parameters was replaced (``p.data = ...``)."""
         if _C.addresses(self._laid) != self._places:
-            check_untied(self._laid, RuntimeError)
-            for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved()]:
+            self.params.check_untied()
+            called = self.params.called
+            for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved(called)]:
                 bucket.lay_anew()
             self._places = _C.addresses(self._laid)
 

@@ -1,5 +1,6 @@
 """A communication bucket: parameters that lie in one tensor, divided among the ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -54,20 +55,20 @@ class Bucket:
         self.places.append(view_in(self.flat, start, param))
         param.data = self.places[-1].copy_(param.detach())
 
-    def is_moved(self) -> bool:
+    def is_moved(self, called: Callable[[Tensor], str]) -> bool:
         """Returns whether the memory of a parameter was replaced (``p.data = ...``).
 
         Raises:
-            RuntimeError: the shape, dtype or device of a parameter has changed.
+            RuntimeError: the shape, dtype or device of a parameter has changed; names it.
         """
         pairs = [*zip(self.starts, self.places, strict=True)]
         for param, place in pairs:
             is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))
             if is_now != was:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(place.shape)}, {place.dtype} on {place.device} "
-                    f"is now of shape {tuple(param.shape)}, {param.dtype} on {param.device}: build "
-                    f"the optimizer after changing or moving the model"
+                    f"{called(param)}, {param.dtype} on {param.device}, had shape "
+                    f"{tuple(place.shape)}, {place.dtype} on {place.device}, when the optimizer "
+                    f"was built: build it after changing or moving the model"
                 )
         return any(p.data_ptr() != place.data_ptr() for p, place in pairs if p.numel())
 

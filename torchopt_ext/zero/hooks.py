@@ -112,7 +112,7 @@ def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Futu
         result: Any = future.wait()
     assigned = zero._bucket_assignments_per_rank
     mine = assigned[zero.rank].get(index)
-    lay([of_rank[index] for of_rank in assigned if index in of_rank], zero._all_params)
+    lay([of_rank[index] for of_rank in assigned if index in of_rank], zero.params)
     if mine is not None:
         reduced = result[0] if isinstance(result, list) else result
         if reduced.data_ptr() != bucket.buffer().data_ptr():  # the hook has not reduced in place

@@ -1,15 +1,13 @@
-"""What a sharded optimizer accepts: arguments, optimizer classes, parameters and owners."""
+"""What a sharded optimizer accepts: arguments, optimizer classes and owners."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.local import is_flattened
-from torchopt_ext.optim.state import named_group_params
 from torchopt_ext.statedict.entries import REQUIRED
 
 
@@ -78,70 +76,6 @@ def check_owners(
         )
     if len(set(owned)) != len(owned):
         raise ValueError("`params_per_rank` has a parameter twice")
-
-
-def check_dense(params: Sequence[Tensor], allow_mixed_dtypes: bool) -> None:
-    """Raises ValueError for sparse parameters, DTensors, memory that parameters share, and dtypes
-    that differ unless allowed."""
-    for index, param in enumerate(params):
-        if param.layout is not torch.strided:
-            raise ValueError(f"parameter {index} has layout {param.layout}, expected a dense one")
-        if hasattr(param, "placements"):
-            raise ValueError(
-                f"parameter {index} is a DTensor, which is sharded already: step it with FusedAdamW"
-            )
-        if is_flattened(param):
-            raise ValueError(
-                f"parameter {index} is flattened by FullyShardedDataParallel, which shards it "
-                f"already: step it with FusedAdamW"
-            )
-        if param.dtype != params[0].dtype and not allow_mixed_dtypes:
-            raise ValueError(
-                f"parameter {index} has dtype {param.dtype}, parameter 0 {params[0].dtype}: "
-                f"allow_mixed_dtypes=True shards each dtype by itself"
-            )
-    check_untied(params)
-
-
-def check_untied(params: Sequence[Tensor], error: type[Exception] = ValueError) -> None:
-    """Raises ``error`` if parameters share memory: an owner would not see the other's update."""
-    spans = sorted(
-        (str(p.device), p.data_ptr(), p.nbytes if p.is_contiguous() else 1, tuple(p.shape))
-        for p in params
-        if p.numel() and not p.is_meta
-    )
-    for (device, start, nbytes, shape), (other, after, _, next_shape) in pairwise(spans):
-        if device == other and after < start + nbytes:
-            raise error(
-                f"two parameters, of shapes {shape} and {next_shape}, share memory, but each is "
-                f"sharded by itself: tie them as one Parameter object, or give each memory of its "
-                f"own"
-            )
-
-
-def check_frozen(params: Sequence[Tensor], world_size: int) -> None:
-    """Raises RuntimeError if a parameter that was frozen at every step has a gradient.
-
-    Its owner would apply the gradient. The other ranks cannot know: they may have no gradient.
-    """
-    for param in params:
-        if world_size > 1 and param.grad is not None:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has a gradient, but it was frozen in "
-                f"every step, so the other ranks expect no update: freeze it after the step, or "
-                f"clear its gradient"
-            )
-
-
-def describe_params(optimizer: Any) -> list[str]:
-    """Describes each parameter in one line, equal on all ranks that hold the same model."""
-    return [
-        f"{name!r}: " * bool(name)
-        + f"{param.dtype} {tuple(param.shape)} with strides {param.stride()}, "
-        + ("trainable" if param.requires_grad else "frozen")
-        + f", in group {number}"
-        for number, _, name, param in named_group_params(optimizer)
-    ]
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The local optimizer, which steps this rank's parts as all ranks agree."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from torchopt_ext.optim.rejection import Agreement, Verdict, agree, reject_in
 from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.masters import read_weights, refresh_stale_elements
 from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
@@ -29,7 +30,7 @@ class LocalOptimizer:
     """The optimizer of this rank's parts, and its agreement with the other ranks.
 
     Args:
-        param_groups: the sharded optimizer's groups, with whole parameters and current settings.
+        params: the whole parameters, in groups that have the current settings.
         partition: who owns which elements of them.
         ranks: the ranks that share the parameters.
         constructor: makes the optimizer of the parts.
@@ -42,7 +43,7 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        param_groups: list[dict[str, Any]],
+        params: Parameters,
         partition: WholeTensors | BalancedBuckets,
         ranks: Ranks,
         constructor: Any,
@@ -50,13 +51,13 @@ class LocalOptimizer:
         *,
         functional: bool,
     ) -> None:
-        self.param_groups = param_groups
+        self.params = params
         self.partition = partition
         self.ranks = ranks
         self.constructor = constructor
         self.arguments = arguments
         self.functional = functional
-        self.device: torch.device = params_of(self)[0].device
+        self.device: torch.device = params_of(self.params)[0].device
         self.optimizer: Any = None
         self._verdict = Verdict()
 
@@ -103,9 +104,9 @@ class LocalOptimizer:
                 self.optimizer.param_groups = [self.optimizer.param_group]
             for key, value in self.optimizer.param_groups[0].items():
                 # A schedule may have changed existing keys.
-                self.param_groups[0].setdefault(key, value)
+                self.params.param_groups[0].setdefault(key, value)
             return
-        groups = [self._group(number) for number in range(len(self.param_groups))]
+        groups = [self._group(number) for number in range(len(self.params.param_groups))]
         self.optimizer = self.constructor(groups, **arguments)
         if self.is_fused:
             self.fused.process_group = self.ranks.group  # the ranks that share norm and skip
@@ -119,18 +120,18 @@ class LocalOptimizer:
 
     def add_group(self) -> None:
         """Divides the last of the sharded optimizer's groups, and adds this rank's parts of it."""
-        self.partition.add_group(self.param_groups[-1]["params"])
+        self.partition.add_group(self.params.param_groups[-1]["params"])
         if is_8_bit(self.arguments.get("state_dtype")):
             self.optimizer._fp32_moments = self._fp32_moments()
         # A learning rate may have changed since the last step.
-        copy_settings(self.param_groups[:-1], self.optimizer.param_groups)
+        copy_settings(self.params.param_groups[:-1], self.optimizer.param_groups)
         self.optimizer.add_param_group(self._group(-1))
         self.partition.build_buckets()
         self.sync()
 
     def _group(self, number: int) -> dict[str, Any]:
         """Returns a param group for the optimizer: this rank's parts, with parameter names."""
-        group, own = self.param_groups[number], self.partition.mine[number]
+        group, own = self.params.param_groups[number], self.partition.mine[number]
         local = {**group, "params": own}
         if names := local.get("param_names"):
             name_of = dict(zip(group["params"], names, strict=True))
@@ -139,12 +140,14 @@ class LocalOptimizer:
 
     def _fp32_moments(self) -> tuple[Tensor, ...]:
         """Returns this rank's parts of the parameters that ``fp32_moments`` selects."""
-        chosen = fp32_params(named_params(self), self.arguments.get("fp32_moments", EMBEDDINGS))
+        chosen = fp32_params(
+            named_params(self.params), self.arguments.get("fp32_moments", EMBEDDINGS)
+        )
         return tuple(part.tensor for part in self.parts if part.param in chosen)
 
     def take_settings(self) -> None:
         """Copies the sharded optimizer's settings, which schedules change, to the optimizer."""
-        copy_settings(self.param_groups, self.optimizer.param_groups)
+        copy_settings(self.params.param_groups, self.optimizer.param_groups)
 
     def sync(self) -> None:
         """Copies the optimizer's settings, in their order, to the groups that state dicts save.
@@ -152,11 +155,11 @@ class LocalOptimizer:
         The optimizer gets its parts' places: random rounding and digests count whole parameters.
         """
         if self.is_fused:
-            index = {param: index for index, param in enumerate(params_of(self))}
+            index = {param: index for index, param in enumerate(params_of(self.params))}
             self.fused.parameter_places = {
                 part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in self.parts
             }
-        for group, local in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+        for group, local in zip(self.params.param_groups, self.optimizer.param_groups, strict=True):
             own = {key: group[key] for key in ("params", "param_names") if key in group}
             merged = {key: own.get(key, value) for key, value in local.items()} | own
             group.clear()
@@ -169,10 +172,10 @@ class LocalOptimizer:
         self.take_settings()
         # Torch's functional optimizers read ``defaults``, which schedules do not change.
         defaults = getattr(self.optimizer, "defaults", {})
-        for key in defaults.keys() & self.param_groups[0].keys():
-            defaults[key] = self.param_groups[0][key]
+        for key in defaults.keys() & self.params.param_groups[0].keys():
+            defaults[key] = self.params.param_groups[0][key]
         result = self.optimizer.step(gradients=gradients)
-        copy_settings(self.optimizer.param_groups, self.param_groups)
+        copy_settings(self.optimizer.param_groups, self.params.param_groups)
         return result
 
     def step(
@@ -227,7 +230,7 @@ class LocalOptimizer:
                 agreement.accepted = False  # until the answer is known
             self.verdict.check(waits=True)
         self.partition.finish_step()
-        copy_settings(self.optimizer.param_groups, self.param_groups)
+        copy_settings(self.optimizer.param_groups, self.params.param_groups)
         return result
 
     @torch.no_grad()
@@ -315,12 +318,11 @@ class LocalOptimizer:
 
     # ---- weights ----------------------------------------------------------------------------
 
-    def refresh_masters(
-        self, named: Iterable[tuple[str, Tensor]], from_: Mapping[Any, Tensor] | None
-    ) -> None:
+    def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Sets this rank's masters from the parameters, or both from the given weights."""
         optimizer = self.fused
         with fail_together(self.ranks.group):
+            named = named_params(self.params)
             pairs = [] if from_ is None else read_weights(from_, named, optimizer.keeps_master)
         if from_ is None:
             optimizer.refresh_masters()

@@ -19,10 +19,9 @@ from torchopt_ext import _C
 from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.hooks import HookedStep, is_left_out, run_hooks
+from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.rejection import Agreement
-from torchopt_ext.optim.state import named_params
 from torchopt_ext.statedict.dcp import Buffers
 from torchopt_ext.statedict.entries import BY_INDEX
 from torchopt_ext.statedict.loaded import undone_if_raised
@@ -32,15 +31,14 @@ from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.functional import constructor_of, unwrap_partial
 from torchopt_ext.zero.inputs import (
     check_choices,
-    check_dense,
     check_elementwise,
     check_owners,
     describe_arguments,
-    describe_params,
 )
 from torchopt_ext.zero.join import JoinSupport
 from torchopt_ext.zero.local_optimizer import LocalOptimizer
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
@@ -91,6 +89,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
     """
 
     local: LocalOptimizer
+    parameter_names = forwarded("params", "parameter_names")  # containers set them
 
     def __init__(
         self,
@@ -132,11 +131,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
                 JoinSupport.__init__(self)
+                self.params = Parameters(self.param_groups)
                 self._all_params = params_of(self)
                 if not self._all_params:
                     raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
                 use_device(self.process_group, self.join_device)
-                check_dense(self._all_params, allow_mixed_dtypes)
+                self.params.check_dense(allow_mixed_dtypes)
                 check_choices(
                     partition, sharded_gradients, overlap_with_ddp, elementwise,
                     bucket_elements,
@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 if balanced and not elementwise:
                     check_elementwise(optimizer_class)
                 constructor = constructor_of(optimizer_class, overlap_with_ddp, defaults)
-            described = describe_params(self) + describe_arguments(
+            described = self.params.describe() + describe_arguments(
                 optimizer_class, params_per_rank, self.param_groups, defaults,
                 partition=partition, sharded_gradients=sharded_gradients,
                 bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
@@ -154,12 +154,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             check_same(described, "parameters and arguments", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.partition: WholeTensors | BalancedBuckets = (
-                BalancedBuckets(self.ranks, bucket_elements, sharded_gradients)
+                BalancedBuckets(self.ranks, self.params, bucket_elements, sharded_gradients)
                 if balanced
-                else WholeTensors(self.ranks, parameters_as_bucket_view)
+                else WholeTensors(self.ranks, self.params, parameters_as_bucket_view)
             )
             self.local = LocalOptimizer(
-                self.param_groups, self.partition, self.ranks, constructor, defaults,
+                self.params, self.partition, self.ranks, constructor, defaults,
                 functional=overlap_with_ddp,
             )  # fmt: skip
             if not overlap_with_ddp:
@@ -223,14 +223,13 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             with fail_together(self.process_group):
                 super().add_param_group({**param_group})
                 group = self.param_groups[-1]
-                params = self._all_params + group["params"]
-                check_dense(params, self._allow_mixed_dtypes)
+                self.params.check_dense(self._allow_mixed_dtypes)
                 # fp32_moments may hold parameters of other groups.
                 arguments = {k: v for k, v in self.local.arguments.items() if k != "fp32_moments"}
                 self.local.constructor([dict(group)], **arguments)
-            check_same(describe_params(self), "parameters", self.process_group)
-        self._all_params = params
-        self._is_trainable_mask = _C.requires_grad(params)
+            check_same(self.params.describe(), "parameters", self.process_group)
+        self._all_params = params_of(self)
+        self._is_trainable_mask = _C.requires_grad(self._all_params)
         self.local.add_group()
         self._consolidated = None
 
@@ -461,7 +460,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
         """
         self.wait_for_params()
-        self.local.refresh_masters(named_params(self), from_)
+        self.local.refresh_masters(from_)
         self._consolidated = None
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
@@ -517,5 +516,5 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         info = self._overlap_info
         info.status = OverlapStatus.INITIALIZED
         assigned = self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
-        lay([each for of_rank in assigned for each in of_rank.values()], self._all_params)
+        lay([each for of_rank in assigned for each in of_rank.values()], self.params)
         self._assign(info.params_per_rank)

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import overlap_classes
-from torchopt_ext.zero.inputs import check_untied
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import bucket_of
 
@@ -44,15 +43,15 @@ def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
 
 
 @torch.no_grad()
-def lay(assignments: Sequence[Any], params: Sequence[Tensor]) -> None:
+def lay(assignments: Sequence[Any], params: Parameters) -> None:
     """Makes the parameters of each assignment views of the tensor that is sent, unless they are.
 
     Raises:
-        RuntimeError: two of all ``params`` share memory.
+        RuntimeError: two of all parameters share memory.
     """
     moved = [a for a in assignments if getattr(a, "places", b"") != _C.addresses(a.parameters)]
     if moved:
-        check_untied(params, RuntimeError)
+        params.check_untied()
     for assignment in moved:
         assignment.tensor = bucket_of(assignment.parameters)
         assignment.places = _C.addresses(assignment.parameters)

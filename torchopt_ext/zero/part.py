@@ -45,11 +45,6 @@ class Part:
 
     def cut(self, whole: Tensor) -> Tensor:
         """Cuts this part out of a tensor of the parameter's shape. The result is mostly a view."""
-        if whole.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(self.param.shape)} has layout "
-                f"{whole.layout}, expected a dense tensor"
-            )
         if self.is_whole:
             return whole
         return in_memory_order(whole, self.param)[self.begin : self.end].view(self.tensor.shape)

@@ -12,6 +12,7 @@ from torchopt_ext.optim.collective import collective, comm_device, run, wait
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
@@ -30,6 +31,7 @@ class Reducer:
 
     Args:
         ranks: the ranks to average over.
+        params: the parameters, which errors name.
         buckets: the optimizer's list of buckets, which grows when a group is added.
         hooks: put hooks on the parameters.
 
@@ -43,8 +45,11 @@ class Reducer:
         wrong: an error message about a gradient, which :meth:`finish` raises.
     """
 
-    def __init__(self, ranks: Ranks, buckets: list[Bucket], hooks: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, params: Parameters, buckets: list[Bucket], *, hooks: bool
+    ) -> None:
         self.ranks = ranks
+        self.params = params
         self.buckets = buckets
         self.hooks = hooks
         self.active = hooks
@@ -64,7 +69,8 @@ class Reducer:
             self.passes.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self)(self.ranks, copy.deepcopy(self.buckets, memo), self.hooks)
+        params, buckets = copy.deepcopy((self.params, self.buckets), memo)
+        copied = type(self)(self.ranks, params, buckets, hooks=self.hooks)
         copied.active, copied.stepped = self.active, self.stepped
         copied.bucket_of = copy.deepcopy(self.bucket_of, memo)
         copied.present = copy.deepcopy(self.present, memo)
@@ -86,8 +92,8 @@ class Reducer:
         gradient = param.grad
         if gradient is None:
             raise RuntimeError(
-                f"another optimizer has taken the gradient of a parameter of shape "
-                f"{tuple(param.shape)}: only one may have sharded_gradients=True for it"
+                f"another optimizer has taken the gradient of {self.params.called(param)}: only "
+                f"one may have sharded_gradients=True for it"
             )
         param.grad = None
         self.present.add(param)
@@ -104,8 +110,8 @@ class Reducer:
         bucket = self.bucket_of.get(param)
         if bucket is None:
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has a gradient but is not in the "
-                f"sharded optimizer: give it all of the model's parameters"
+                f"{self.params.called(param)} has a gradient but is not in the sharded optimizer: "
+                f"give it all of the model's parameters"
             )
         self._begin()
         if bucket.number > self._next:  # reduced already: reentrant segments share the parameter
@@ -116,7 +122,7 @@ class Reducer:
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
             # Raising here would leave the other ranks waiting for this rank's reductions.
             self.wrong = (
-                f"the gradient of a parameter of shape {tuple(param.shape)} is {gradient.dtype}, "
+                f"the gradient of {self.params.called(param)} is {gradient.dtype}, "
                 f"{gradient.layout}; expected {param.dtype}, dense"
             )
             gradient = torch.zeros_like(param)
@@ -215,8 +221,8 @@ class Reducer:
         problem = self.wrong
         for param in self.present.intersection(late):
             problem = (
-                f"a parameter of shape {tuple(param.shape)} has a gradient in p.grad, and another "
-                f"that was reduced to its owners: call the optimizer's zero_grad() before you set "
+                f"{self.params.called(param)} has a gradient in p.grad, and another that was "
+                f"reduced to its owners: call the optimizer's zero_grad() before you set "
                 f"gradients, and let a pass that reduces follow those under no_sync()"
             )
         if self._agree(late if problem is None else []):

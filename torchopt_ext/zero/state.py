@@ -57,7 +57,7 @@ def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
         extra, state = {}, {numbers[param]: entry for param, entry in optimizer.state.items()}
     if local.is_fused:
         extra[CONTROL_KEY] = control_entry(optimizer.saved_control())
-    index_of = {param: index for index, param in enumerate(params_of(local))}
+    index_of = {param: index for index, param in enumerate(params_of(local.params))}
     pieces: Pieces = {}
     for number, part in enumerate(parts):
         for name, value in (state.get(number) or {}).items():
@@ -128,7 +128,7 @@ def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
         ValueError: the state dict does not fit.
     """
     parts, optimizer = local.parts, local.optimizer
-    loaded = read_indexed(state_dict, local.param_groups)
+    loaded = read_indexed(state_dict, local.params.param_groups)
     if local.is_fused:
         loaded.slots = [*map(dequantized, loaded.slots)]
     raise_problems(loaded.problems(optimizer, parts=True))
@@ -207,7 +207,7 @@ def sharded(local: LocalOptimizer, *, elsewhere: bool) -> dict[str, Any]:
         for index, own in sorted(pieces.items())
     }
     # Every rank's first parameter has the control block's fields, which all ranks read.
-    result: dict[str, Any] = dcp.storable(packed(local.param_groups, state, extra))
+    result: dict[str, Any] = dcp.storable(packed(local.params.param_groups, state, extra))
     return result
 
 
@@ -221,7 +221,7 @@ def joined(pieces: Sequence[tuple[Part, Any]], elsewhere: bool = False) -> Any:
 
 def buffers(local: LocalOptimizer, ids: list[str]) -> dcp.Buffers:
     """Returns what this rank reads into: its parts of parameters, nothing for other parameters."""
-    of_id = zip(ids, params_of(local), strict=False)
+    of_id = zip(ids, params_of(local.params), strict=False)
     params: dict[dcp.Path, Tensor] = {("state", i): param for i, param in of_id}
     parts: dict[Tensor, list[Part]] = {}
     for part in local.parts:

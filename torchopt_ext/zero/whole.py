@@ -9,7 +9,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import flatten_dense, unflatten_dense
 from torchopt_ext.optim.collective import collective, wait
-from torchopt_ext.zero.inputs import check_frozen, check_untied
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
 
@@ -26,11 +26,13 @@ class WholeTensors:
 
     Args:
         ranks: the ranks that share the parameters.
+        params: the parameters of all groups.
         bucket_view: parameters of a rank become views of one tensor, which is sent as a whole.
     """
 
-    def __init__(self, ranks: Ranks, bucket_view: bool) -> None:
+    def __init__(self, ranks: Ranks, params: Parameters, bucket_view: bool) -> None:
         self.ranks = ranks
+        self._params = params
         self.bucket_view = bucket_view
         self.owner: dict[Tensor, int] = {}
         self.params: list[list[list[Tensor]]] = []  # by group and rank
@@ -88,9 +90,10 @@ class WholeTensors:
 
     def take_gradients(self) -> None:
         """Builds the buckets anew if memory was replaced (``p.data = ...``)."""
-        check_frozen(self._unsent, self.ranks.size)
+        if self.ranks.size > 1:
+            self._params.check_frozen(self._unsent)
         if _C.addresses(list(self.owner)) != self._places:
-            check_untied(list(self.owner), RuntimeError)
+            self._params.check_untied()
             self.build_buckets()
 
     def zero_grad(self, set_to_none: bool) -> None:

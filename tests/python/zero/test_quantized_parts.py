@@ -12,6 +12,7 @@ from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.quantized import can_quantize, scale_shape
 from torchopt_ext.statedict.moments import quantize
 from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import Ranks
 
@@ -34,7 +35,9 @@ def params() -> list[Tensor]:
 def parts_of(ranks: int) -> Iterator[Part]:
     """Yields the parts of all ranks, for the same parameters on every rank."""
     for rank in range(ranks):
-        buckets = BalancedBuckets(Ranks(Group(), rank, ranks), 20_000, sharded_gradients=False)
+        buckets = BalancedBuckets(
+            Ranks(Group(), rank, ranks), Parameters([]), 20_000, sharded_gradients=False
+        )
         buckets.add_group(params())
         yield from (buckets.part_of(tensor) for tensor in buckets.mine[0])
 

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.balanced import BalancedBuckets
+from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.ranks import LARGE, MAX_PACKED_BYTES, Ranks, batches
 
 from ...distributed.rank_cases import difference
@@ -110,7 +111,9 @@ def test_a_bucket_is_filled_before_the_next_is_made(monkeypatch: pytest.MonkeyPa
         return zeros(*args, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", noting)
-    buckets = BalancedBuckets(Ranks.of(None), bucket_elements=64, sharded_gradients=False)
+    buckets = BalancedBuckets(
+        Ranks.of(None), Parameters([]), bucket_elements=64, sharded_gradients=False
+    )
     buckets.add_group(params)
     assert moved == [0, 1, 2, 3]
 
