@@ -21,7 +21,7 @@ from shapes import Shapes
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW, GradScaler
-from torchopt_ext.optim.quantized import SCALES
+from torchopt_ext.state.quantized import SCALES
 
 MASTERS, REMAINDER = f"{OURS}, fp32 masters", f"{OURS}, remainder"
 INT8 = f"{OURS}, remainder8, int8 moments"

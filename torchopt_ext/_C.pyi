@@ -11,7 +11,7 @@ CONTROL_FIELDS: tuple[str, ...]
 
 def algorithms() -> dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
     """Returns hyperparameters and states of each algorithm, in the order of the fields of Hyper and
-    State in optim/algorithms.py."""
+    State in state/algorithms.py."""
 
 def check_hypers(algorithm: str, values: Sequence[float]) -> None:
     """Raises ValueError if a value, in the order of the declaration, is out of range."""
@@ -94,7 +94,7 @@ class OptimizerPlan:
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
         # Parameter, moments (None without amsgrad), master (or None) and step; their local tensors;
-        # group, name, number, part; place (optim/storage.py); whether the local tensors are copy
+        # group, name, number, part; place (state/storage.py); whether the local tensors are copy
         # and, as master, weight
         params: Sequence[tuple[Any, ...]],
         algorithms: Sequence[str],  # by group

@@ -18,7 +18,7 @@ from torchopt_ext._torch import (
     version,
 )
 from torchopt_ext.optim.shards import watch_weights
-from torchopt_ext.optim.storage import SIXTEEN_BIT
+from torchopt_ext.state.storage import SIXTEEN_BIT
 
 __all__ = ["keep_low_precision_shards"]
 

@@ -1,6 +1,6 @@
 // The path from a parameter or state entry to the plain tensor that this rank steps: a DTensor's
 // shard, the inner tensor of a wrapper subclass, the inner tensor of a shard, or a shard's copy in
-// low precision (torchopt_ext/fsdp.py). local_tensor() (optim/local.py) chooses the tensor when a
+// low precision (torchopt_ext/fsdp.py). local_tensor() (state/local.py) chooses the tensor when a
 // plan is built; a step only follows the attributes again.
 #pragma once
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import CODES, SCALES
-from torchopt_ext.statedict.entries import MOMENTS
+from torchopt_ext.state.entries import MOMENTS
+from torchopt_ext.state.quantized import CODES, SCALES
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 BUCKET = 3000

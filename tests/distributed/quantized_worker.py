@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import torchopt_ext
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import can_quantize, scale_shape
+from torchopt_ext.state.algorithms import ADAM
+from torchopt_ext.state.quantized import can_quantize, scale_shape
 from torchopt_ext.statedict.dcp import load
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}

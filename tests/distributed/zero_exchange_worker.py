@@ -21,7 +21,7 @@ from rank_cases import difference, run_cases
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from torchopt_ext.optim import collective
+from torchopt_ext.state import collective
 from torchopt_ext.zero import exchange
 from torchopt_ext.zero.exchange import Entry
 

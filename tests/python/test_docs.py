@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from torchopt_ext.__main__ import COMMANDS
 from torchopt_ext.__main__ import main as torchopt_ext_main
-from torchopt_ext.optim.algorithms import ALGORITHMS
+from torchopt_ext.state.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])

@@ -14,7 +14,7 @@ import torch
 
 import torchopt_ext
 from torchopt_ext import _C, FusedAdamW, ops
-from torchopt_ext.optim.storage import split_master
+from torchopt_ext.state.storage import split_master
 
 pytestmark = pytest.mark.newest_torch
 TESTS = Path(__file__).resolve().parents[1]

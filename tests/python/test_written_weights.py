@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdam, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.optim.local import local_tensor
+from torchopt_ext.state.local import local_tensor
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ..distributed.rank_cases import counted_calls

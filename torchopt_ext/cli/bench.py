@@ -40,7 +40,7 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.cli.timing import Call, environment, in_turn, paired, quartiles, seconds_of
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
+from torchopt_ext.state.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 MAX_NORM = 1.0

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext._torch import flatten_state_dict
 from torchopt_ext.cli.terminal import CommandError, Progress
-from torchopt_ext.optim.quantized import CODES, SCALES
+from torchopt_ext.state.entries import CONTROL_KEY, MASTERS, MOMENTS
+from torchopt_ext.state.quantized import CODES, SCALES
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import Reader, check_complete, quiet, read
-from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS, MOMENTS
 
 FILE, FOLDER = "torch.save file", "distributed checkpoint"
 _ZIP = b"PK\x03\x04"

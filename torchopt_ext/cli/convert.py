@@ -40,9 +40,11 @@ from torchopt_ext.cli.terminal import (
     written,
 )
 from torchopt_ext.cli.weights import Weights
-from torchopt_ext.optim.algorithms import STATES
 from torchopt_ext.optim.groups import params_matching
-from torchopt_ext.optim.quantized import (
+from torchopt_ext.state.algorithms import STATES
+from torchopt_ext.state.entries import MASTERS, MOMENTS
+from torchopt_ext.state.moments import dequantize, quantize
+from torchopt_ext.state.quantized import (
     CODES,
     CODES_OF,
     OTHER_FORM,
@@ -50,16 +52,9 @@ from torchopt_ext.optim.quantized import (
     can_quantize,
     scale_shape,
 )
-from torchopt_ext.optim.storage import (
-    MASTER,
-    MASTER_WEIGHTS,
-    REMAINDER,
-    SIXTEEN_BIT,
-)
+from torchopt_ext.state.storage import MASTER, MASTER_WEIGHTS, REMAINDER, SIXTEEN_BIT
 from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import quiet
-from torchopt_ext.statedict.entries import MASTERS, MOMENTS
-from torchopt_ext.statedict.moments import dequantize, quantize
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
 MOMENT_DTYPES = ("float32", "bfloat16", "int8")

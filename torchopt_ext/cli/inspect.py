@@ -23,7 +23,7 @@ from torchopt_ext.cli.checkpoints import (
 )
 from torchopt_ext.cli.tensors import MASTERS_NAMED
 from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
-from torchopt_ext.optim.storage import MASTER_WEIGHTS
+from torchopt_ext.state.storage import MASTER_WEIGHTS
 
 _SHOWN = (
     *("algorithm", "lr", "betas", "eps", "weight_decay", "amsgrad"),

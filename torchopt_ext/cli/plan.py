@@ -28,10 +28,10 @@ from torchopt_ext.cli.terminal import (
     table,
     unit_of,
 )
-from torchopt_ext.optim.algorithms import NAMES
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
-from torchopt_ext.optim.storage import MASTER_WEIGHTS, Storage
+from torchopt_ext.state.algorithms import NAMES
+from torchopt_ext.state.storage import MASTER_WEIGHTS, Storage
 
 HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchopt_ext.cli.checkpoints import WEIGHTS, Checkpoint, Entry
 from torchopt_ext.cli.terminal import CommandError
-from torchopt_ext.optim.storage import MASTER, SIXTEEN_BIT, join_master, split_master
-from torchopt_ext.statedict.entries import MASTERS, REMAINDERS, unwrapped
+from torchopt_ext.state.entries import MASTERS, REMAINDERS, unwrapped
+from torchopt_ext.state.storage import MASTER, SIXTEEN_BIT, join_master, split_master
 
 
 class Weights:

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.joint import JointStep, can_join, only_param
-from torchopt_ext.optim.local import NormKey, NormPart, current_stream, local_tensor, norm_key
+from torchopt_ext.optim.norm import NormKey, NormPart, norm_key
+from torchopt_ext.state.devices import current_stream
+from torchopt_ext.state.local import local_tensor
 
 SMALL_BYTES = 1 << 18
 """Larger parameters are stepped separately: their updates take much longer than the call."""

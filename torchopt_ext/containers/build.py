@@ -15,10 +15,10 @@ from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
-from torchopt_ext.optim.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
-from torchopt_ext.optim.storage import SIXTEEN_BIT
+from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
+from torchopt_ext.state.storage import SIXTEEN_BIT
 
 logger = logging.getLogger(__name__)
 

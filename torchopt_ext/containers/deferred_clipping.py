@@ -16,11 +16,16 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import OptimizersContainer, all_containers, make_latest
+from torchopt_ext.containers.optimizers import (
+    ClipsInStep,
+    OptimizersContainer,
+    all_containers,
+    make_latest,
+)
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.step import measure_norm
+from torchopt_ext.state.params import params_of
 
 
 class DeferredClipping:
@@ -110,7 +115,7 @@ class DeferredClipping:
         self._max_norm, self._measured = None, {}
 
 
-def defer_clipping(container: OptimizersContainer[Any]) -> DeferredClipping:
+def defer_clipping(container: OptimizersContainer[Any]) -> ClipsInStep:
     """Makes a container clip in its steps when `clip` of the returned object was called.
 
     Raises:

@@ -10,9 +10,9 @@ from torch import nn
 from torchopt_ext import _C
 from torchopt_ext.containers.optimizers import OptimizersContainer, T
 from torchopt_ext.optim.hooks import hooked_step
-from torchopt_ext.optim.local import params_of
+from torchopt_ext.state.masters import refresh_stale_elements
+from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import flat
-from torchopt_ext.statedict.masters import refresh_stale_elements
 
 if TYPE_CHECKING:
     import torchft

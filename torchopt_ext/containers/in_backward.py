@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from torchopt_ext._arguments import expect_counts
 from torchopt_ext._torch import (
     call_at_end_of_backward,
     current_node,
@@ -21,13 +22,12 @@ from torchopt_ext._torch import (
 from torchopt_ext.containers.batches import make_batches
 from torchopt_ext.containers.optimizers import OptimizersContainer, T, jointly_decided
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.arguments import expect_counts
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.hooks import evaluate, inner_step
-from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.options import ASK_FOR_NORM
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of, remove_all
-from torchopt_ext.statedict.entries import MASTERS
+from torchopt_ext.state.entries import MASTERS
+from torchopt_ext.state.params import params_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torchopt_ext import ops
 from torchopt_ext._torch import set_step_count, step_together
 from torchopt_ext.containers.optimizers import OptimizersContainer, check_compat
 from torchopt_ext.optim.control import DECAY_TYPES
-from torchopt_ext.statedict.entries import plain
+from torchopt_ext.state.entries import plain
 
 logger = logging.getLogger(__name__)
 

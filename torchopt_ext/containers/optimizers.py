@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -30,16 +30,20 @@ from torchopt_ext.optim.hooks import (
     with_own_hooks,
 )
 from torchopt_ext.optim.joint import has_own_step
-from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.state import take_replaced
+from torchopt_ext.state.entries import BY_NAME, unwrapped
+from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
-from torchopt_ext.statedict.entries import BY_NAME, unwrapped
-from torchopt_ext.statedict.masters import read_weights
-
-if TYPE_CHECKING:
-    from torchopt_ext.containers.deferred_clipping import DeferredClipping
+from torchopt_ext.statedict.weights import read_weights
 
 T = TypeVar("T", bound=Optimizer)
+
+
+class ClipsInStep(Protocol):
+    """Clips gradients in a container's steps (:mod:`torchopt_ext.containers.deferred_clipping`)."""
+
+    def clip(self, max_norm: float, process_group: Any = None) -> Tensor: ...
+    def for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext: ...
+    def forget(self) -> None: ...
 
 
 class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
@@ -73,7 +77,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     optimizers: list[T]
     model_parts: list[nn.Module]
-    deferred_clipping: "DeferredClipping | None" = None  # set by defer_clipping()
+    deferred_clipping: "ClipsInStep | None" = None  # set by defer_clipping()
     compat: str | None = None
     _sizes: Sequence[int] = ()  # optimizers per part; () if a subclass makes one for each part
     _built = False

@@ -38,10 +38,10 @@ from torchopt_ext.containers.optimizers import (
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.collective import all_gather_text
 from torchopt_ext.optim.context import ALONE
-from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.options import configures_step
+from torchopt_ext.state.collective import all_gather_text
+from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.dcp import group_of
 
 warn_if_untested("torchtitan", "0.3.0")

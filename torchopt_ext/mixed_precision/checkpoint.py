@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.collective import fail_together, raise_together
+from torchopt_ext.state.collective import fail_together, raise_together
 from torchopt_ext.statedict.dcp import Reader, group_of, load, storable
 
 if TYPE_CHECKING:

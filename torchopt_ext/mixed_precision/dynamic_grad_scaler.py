@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.arguments import expect_numbers
+from torchopt_ext._arguments import expect_numbers
 from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
 
 

@@ -17,23 +17,25 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from torchopt_ext import _C
+from torchopt_ext._arguments import expect_numbers, inner_optimizer
 from torchopt_ext._torch import tree_map_only
 from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.arguments import expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import evaluate, inner_step, run_hooks
-from torchopt_ext.optim.local import is_captured, local_tensor, moved, params_of, sent_to_host
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
-from torchopt_ext.optim.storage import is_steppable
-from torchopt_ext.statedict.entries import MASTERS, WITH_BASE, tensor_problem
+from torchopt_ext.state.devices import is_captured, moved, sent_to_host
+from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.masters import weight_of
+from torchopt_ext.state.params import params_of
+from torchopt_ext.state.storage import is_steppable
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed, undone_if_raised
 from torchopt_ext.statedict.low_bit import dequantized
-from torchopt_ext.statedict.masters import weight_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchopt_ext._arguments import expect_counts, expect_numbers, inner_optimizer
 from torchopt_ext._torch import OptState, fresh_optimizer_state, run_eagerly
-from torchopt_ext.optim.arguments import expect_counts, expect_numbers, inner_optimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, step_in
-from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.loss_scale import (
     LossScale,
     expect_scale,
@@ -21,6 +20,7 @@ from torchopt_ext.optim.loss_scale import (
     is_scale,
     scale_settings,
 )
+from torchopt_ext.state.devices import moved
 
 _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

@@ -15,30 +15,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import _C, ops
+from torchopt_ext._arguments import restored_if_raised
 from torchopt_ext._torch import allows_mutation, is_dtensor
-from torchopt_ext.optim.arguments import restored_if_raised
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.gradients import local_gradients, show_writes
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import (
-    SHARDS_ELSEWHERE,
-    NormPart,
-    as_placed,
-    is_flattened,
-    local_gradients,
-    local_tensor,
-    moved,
-    part_of,
-    placed,
-    same_placement,
-    show_writes,
-)
+from torchopt_ext.optim.norm import SHARDS_ELSEWHERE, NormPart, is_flattened, part_of
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.shards import watch_weights
-from torchopt_ext.optim.state import named_params
 from torchopt_ext.optim.step import accumulated_norm, reject, reject_tracing
-from torchopt_ext.optim.storage import MASTER, SIXTEEN_BIT, is_steppable, reject_param
-from torchopt_ext.statedict.masters import copy_local_, read_weights
+from torchopt_ext.state.devices import moved
+from torchopt_ext.state.local import as_placed, local_tensor, placed, same_placement
+from torchopt_ext.state.masters import copy_local_
+from torchopt_ext.state.params import named_params
+from torchopt_ext.state.storage import MASTER, SIXTEEN_BIT, is_steppable, reject_param
+from torchopt_ext.statedict.weights import read_weights
 
 
 class MasterOptimizer(Controlled):

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchopt_ext import _C
+from torchopt_ext._arguments import inner_optimizer
 from torchopt_ext._torch import tree_leaves, tree_map_only
-from torchopt_ext.optim.arguments import inner_optimizer
 from torchopt_ext.optim.context import IDLE
-from torchopt_ext.optim.local import local_tensor, params_of
-from torchopt_ext.statedict.entries import CONTROL_KEY, MASTERS
+from torchopt_ext.state.entries import CONTROL_KEY, MASTERS
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.params import params_of
 
 cuda: Any = torch.cuda
 

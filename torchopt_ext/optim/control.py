@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
+from torchopt_ext._arguments import expect_counts, expect_numbers
 from torchopt_ext._torch import run_eagerly
 from torchopt_ext.ops import CONTROL_FIELDS
-from torchopt_ext.optim.arguments import expect_counts, expect_numbers
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.local import NormPart, is_captured, local_tensor, moved
 from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
+from torchopt_ext.optim.norm import NormPart
 from torchopt_ext.optim.rejection import Verdict
+from torchopt_ext.state.devices import is_captured, moved
+from torchopt_ext.state.local import local_tensor
 
 DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext.optim.algorithms import ALGORITHMS
-from torchopt_ext.optim.arguments import inner_optimizer
-from torchopt_ext.optim.local import local_tensor, moved, params_of
-from torchopt_ext.optim.quantized import SCALES
-from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, place_of
-from torchopt_ext.statedict.entries import CONTROL_KEY
+from torchopt_ext._arguments import inner_optimizer
+from torchopt_ext.state.algorithms import ALGORITHMS
+from torchopt_ext.state.devices import moved
+from torchopt_ext.state.entries import CONTROL_KEY
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.params import params_of
+from torchopt_ext.state.quantized import SCALES
+from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, place_of
 
 _COUNTS = ("step", CONTROL_KEY)
 _PARAM, _WEIGHT = 0, 4

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import _C, ops
-from torchopt_ext.optim.algorithms import State, algorithm_of, keys_of, reject_unknown
-from torchopt_ext.optim.arguments import expect_counts
+from torchopt_ext._arguments import expect_counts
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.optim.quantized import groups_before
-from torchopt_ext.optim.storage import MASTER, MasterWeights, StateDtype, Storage
-from torchopt_ext.statedict.entries import MASTERS
+from torchopt_ext.state.algorithms import State, algorithm_of, keys_of, reject_unknown
+from torchopt_ext.state.entries import MASTERS
+from torchopt_ext.state.quantized import groups_before
+from torchopt_ext.state.storage import MASTER, MasterWeights, StateDtype, Storage
 
 STEP = 4
 """Bytes of a tensor's step count."""

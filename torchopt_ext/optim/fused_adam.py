@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Adam  # torch's own, also where a program replaces it by ours
 
-from torchopt_ext.optim.algorithms import numbers_of
-from torchopt_ext.optim.arguments import expect_bools
+from torchopt_ext._arguments import expect_bools
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.options import StepArguments, with_options
+from torchopt_ext.state.algorithms import numbers_of
 
 
 class FusedAdam(FusedOptimizer):

@@ -11,10 +11,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from torchopt_ext._arguments import restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
-from torchopt_ext.optim import state as param_state
-from torchopt_ext.optim.algorithms import (
+from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
+from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
+from torchopt_ext.optim.options import ASK_FOR_NORM, DEFAULTS, StepOptions
+from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.step import fused_step
+from torchopt_ext.state.algorithms import (
     HYPERS,
     SHARED,
     algorithm_of,
@@ -23,18 +29,14 @@ from torchopt_ext.optim.algorithms import (
     keys_of,
     reject_unknown,
 )
-from torchopt_ext.optim.arguments import restored_if_raised
-from torchopt_ext.optim.collective import fail_together_in
-from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
-from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
-from torchopt_ext.optim.local import local_tensor, mesh_groups, params_of
-from torchopt_ext.optim.options import ASK_FOR_NORM, DEFAULTS, StepOptions
-from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.quantized import SCALES
-from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import REMAINDER, Storage, with_own_steps
-from torchopt_ext.statedict.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
+from torchopt_ext.state.collective import fail_together_in
+from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
+from torchopt_ext.state.local import local_tensor, mesh_groups
+from torchopt_ext.state.masters import refresh_master, set_weight
+from torchopt_ext.state.moments import fit_moments
+from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
+from torchopt_ext.state.quantized import SCALES
+from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.statedict.loaded import (
     Loaded,
     Slot,
@@ -45,8 +47,7 @@ from torchopt_ext.statedict.loaded import (
     undone_if_raised,
 )
 from torchopt_ext.statedict.low_bit import dequantized, with_step
-from torchopt_ext.statedict.masters import read_weights, refresh_master, set_weight
-from torchopt_ext.statedict.moments import fit_moments
+from torchopt_ext.statedict.weights import read_weights
 
 
 class FusedOptimizer(HookedStep, PlannedStep):
@@ -152,7 +153,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
         known = self._looked_at
-        named = param_state.named_params(self)
+        named = named_params(self)
         new = [(name, param) for name, param in named if known.get(id(param)) != Identity([param])]
         if new or not partial:
             chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
@@ -256,7 +257,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
         copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
         """
-        param_state.drop_replaced(self)
+        drop_replaced(self)
         self._mark_control(follow=True)
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
@@ -264,7 +265,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         packed["state"] = with_own_steps(packed["state"])
         filled: dict[Any, tuple[Tensor, Sequence[str]]] = {}
         if is_to_be_filled():
-            named = param_state.named_group_params(self)
+            named = named_group_params(self)
             held = ((p, forms_of(algorithm_of(group).states)) for _, group, _, p in named)
             filled = dict(enumerate(held))
         for key, entry in packed["state"].items():
@@ -440,7 +441,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             TypeError: ``from_`` is not a mapping.
             ValueError: a weight is missing or does not fit (all are listed). Nothing is changed.
         """
-        named = param_state.named_params(self)
+        named = named_params(self)
         if from_ is not None:
             self.set_weights_and_state(read_weights(from_, named, self.keeps_master))
             return

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchopt_ext._arguments import expect_numbers
 from torchopt_ext._torch import is_flat
-from torchopt_ext.optim.arguments import expect_numbers
-from torchopt_ext.statedict.entries import unwrapped
+from torchopt_ext.state.entries import unwrapped
 
 KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from torchopt_ext._C import clear_gradients
 from torchopt_ext._torch import any_step_hooks, mark_step_for_schedulers
 from torchopt_ext.ops import CONTROL_FIELDS
-from torchopt_ext.optim.algorithms import algorithm_of, keys_of
 from torchopt_ext.optim.context import ALONE, amp_context
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.hooks import is_patched
-from torchopt_ext.optim.local import moved
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
-from torchopt_ext.optim.storage import place_of
+from torchopt_ext.state.algorithms import algorithm_of, keys_of
+from torchopt_ext.state.devices import moved
+from torchopt_ext.state.storage import place_of
 
 _STEPS = CONTROL_FIELDS.index("steps")
 _DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # grad_norm to grad_scale

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import ops
-from torchopt_ext.optim.arguments import expect_numbers
+from torchopt_ext._arguments import expect_numbers
 
 LARGEST_SCALE: float = torch.finfo(torch.float32).max
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal

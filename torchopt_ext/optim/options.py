@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc  # torch requires this package
 
-from torchopt_ext.optim.arguments import expect_bools, expect_counts, expect_group
+from torchopt_ext._arguments import expect_bools, expect_counts, expect_group
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
-from torchopt_ext.optim.storage import MasterWeights, StateDtype, Storage
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
+from torchopt_ext.state.storage import MasterWeights, StateDtype, Storage
 
 T = TypeVar("T")
 

@@ -8,22 +8,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._C import OptimizerPlan, WeightMarks
-from torchopt_ext.optim import state as param_state
+from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import PERSISTENT, Controlled
-from torchopt_ext.optim.local import (
-    SHARDS_ELSEWHERE,
-    NormPart,
-    is_flattened,
-    local_tensor,
-    params_of,
-)
+from torchopt_ext.optim.norm import SHARDS_ELSEWHERE, NormPart, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
-from torchopt_ext.optim.storage import MASTER, Place, Storage, param_problem, place_of
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
-from torchopt_ext.statedict.entries import CONTROL_KEY
-from torchopt_ext.statedict.masters import refresh_stale_elements
+from torchopt_ext.state.entries import CONTROL_KEY
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.masters import refresh_stale_elements
+from torchopt_ext.state.params import drop_replaced, named_group_params, params_of
+from torchopt_ext.state.storage import MASTER, Place, Storage, param_problem, place_of
 
 
 class _Built(NamedTuple):
@@ -87,15 +83,15 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(lambda param: param.requires_grad)
 
     def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
-        param_state.drop_replaced(self)
-        named = enumerate(param_state.named_group_params(self))
+        drop_replaced(self)
+        named = enumerate(named_group_params(self))
         chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
         for group, name, param in chosen:
             self._check_param(param, name)
-            param_state.reject_incomplete(name, self.state.get(param, {}), group)
+            param_states.reject_incomplete(name, self.state.get(param, {}), group)
         entries = [(group, param, self.state[param]) for group, _, param in chosen]
         new = [param for _, param, state in entries if MASTER not in state]
-        param_state.init_param_states(entries, self._storage)
+        param_states.init_param_states(entries, self._storage)
         self._mark_weights(new)
         if self._storage.master_weights == "fp32":
             watch_weights(params_of(self))
@@ -161,7 +157,7 @@ class PlannedStep(Controlled, Optimizer):
     @property
     def parts(self) -> list[NormPart]:
         """Device and norm key of each part of the plan, also if the plan could not be made."""
-        return list(param_state.norm_parts(self)) if self._built is None else self._built.parts
+        return list(param_states.norm_parts(self)) if self._built is None else self._built.parts
 
     def check_scaler(self, context: StepContext) -> None:
         """Raises the errors of a gradient scaler's tensors that update() would raise."""
@@ -240,7 +236,7 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, parts, named = param_state.build_plan(self, self._storage, self._options)
+        plan, parts, named = param_states.build_plan(self, self._storage, self._options)
         self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None

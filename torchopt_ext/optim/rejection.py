@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.collective import collective, comm_device, run, wait
-from torchopt_ext.optim.local import is_captured, moved, sent_to_host
+from torchopt_ext.state.collective import collective, comm_device, run, wait
+from torchopt_ext.state.devices import is_captured, moved, sent_to_host
 
 FLAGS = slice(-2, None)
 """The accumulator's counters of infinities and of NaNs (docs/numerics.md section 3)."""

@@ -14,7 +14,7 @@ from torchopt_ext._torch import (
     optimizer_writes_copies,
     register_copy_invalidation_hook,
 )
-from torchopt_ext.optim.local import params_of
+from torchopt_ext.state.params import params_of
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 

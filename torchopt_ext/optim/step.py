@@ -13,18 +13,12 @@ from torchopt_ext import ops
 from torchopt_ext._torch import allows_mutation, run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.local import (
-    NormKey,
-    all_reduce_,
-    counts_here,
-    crosses,
-    is_captured,
-    moved,
-    params_of,
-    show_writes,
-)
+from torchopt_ext.optim.gradients import show_writes
+from torchopt_ext.optim.norm import NormKey, all_reduce_, counts_here, crosses
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.rejection import FLAGS, Agreement, agree, is_rejected, reject_in
+from torchopt_ext.state.devices import is_captured, moved
+from torchopt_ext.state.params import params_of
 
 
 @run_eagerly

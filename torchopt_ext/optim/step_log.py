@@ -11,16 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext import ops
-from torchopt_ext.optim.arguments import expect_counts, inner_optimizer
+from torchopt_ext._arguments import expect_counts, inner_optimizer
 from torchopt_ext.optim.digest import digest
-from torchopt_ext.optim.local import (
-    is_captured,
-    local_tensor,
-    moved,
-    sent_to_host,
-    squares_of,
-)
+from torchopt_ext.optim.norm import squares_of
 from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.state.devices import is_captured, moved, sent_to_host
+from torchopt_ext.state.local import local_tensor
 
 _EXACT = 2**53 - 1  # the integers that a float64 holds; a flipped bit changes one of these bits
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._C import OptimizerPlan
-from torchopt_ext.optim.local import moved
+from torchopt_ext.state.devices import moved
 
 TRACKED = {"norms": 1, "lost_updates": 2}
 """The names of records, with their bits in Track of csrc/kernels/trace.h."""

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import file_system_of, set_element
-from torchopt_ext.optim.collective import fail_together, raise_together
-from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.quantized import SCALES, can_quantize, scales_like
-from torchopt_ext.statedict.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
+from torchopt_ext.state.collective import fail_together, raise_together
+from torchopt_ext.state.entries import BY_INDEX, BY_NAME, REQUIRED, WITH_BASE, required_of
+from torchopt_ext.state.params import params_of
+from torchopt_ext.state.quantized import SCALES, can_quantize, scales_like
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
 
 Path: TypeAlias = tuple[str | int, ...]

@@ -18,15 +18,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext import _C
-from torchopt_ext.optim.algorithms import ADAM, HYPERS, STATES, algorithm_in
-from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.quantized import OTHER_FORM
-from torchopt_ext.optim.state import drop_replaced
-from torchopt_ext.optim.storage import Storage, is_steppable
-from torchopt_ext.statedict import entries
-from torchopt_ext.statedict.entries import BESIDE, CONTROL_KEY, MASTERS, plain
+from torchopt_ext.state import entries
+from torchopt_ext.state.algorithms import ADAM, HYPERS, STATES, algorithm_in
+from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
+from torchopt_ext.state.moments import fit_moments, has_codes
+from torchopt_ext.state.params import drop_replaced, params_of
+from torchopt_ext.state.quantized import OTHER_FORM
+from torchopt_ext.state.storage import Storage, is_steppable
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
-from torchopt_ext.statedict.moments import fit_moments, has_codes
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""

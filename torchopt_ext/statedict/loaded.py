@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.optim.algorithms import STATES, algorithm_in, algorithm_of
-from torchopt_ext.optim.local import local_tensor, on_mesh_of
-from torchopt_ext.optim.quantized import CODES, OTHER_FORM, SCALES
-from torchopt_ext.optim.storage import Storage
-from torchopt_ext.statedict.entries import (
+from torchopt_ext.state.algorithms import STATES, algorithm_in, algorithm_of
+from torchopt_ext.state.entries import (
     ABSENT,
     CONTROL_KEY,
     MASTERS,
@@ -31,7 +28,10 @@ from torchopt_ext.statedict.entries import (
     was_cast,
     was_rounded,
 )
-from torchopt_ext.statedict.moments import code_problems, has_codes
+from torchopt_ext.state.local import local_tensor, on_mesh_of
+from torchopt_ext.state.moments import code_problems, has_codes
+from torchopt_ext.state.quantized import CODES, OTHER_FORM, SCALES
+from torchopt_ext.state.storage import Storage
 
 _NEEDED = {"lr", "betas", "eps", "weight_decay"}  # options of a group in any version of torch
 _WIDE = {state.when for state in STATES.values() if not state.is_moment}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.algorithms import ADAM
-from torchopt_ext.optim.local import as_placed
+from torchopt_ext.state.algorithms import ADAM
+from torchopt_ext.state.local import as_placed
 from torchopt_ext.statedict.loaded import Slot
 
 # bitsandbytes/optim/optimizer.py: a state dict has the codes, their values and scales directly, or

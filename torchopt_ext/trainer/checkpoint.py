@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torchopt_ext.optim.collective import all_gather_text, fail_together, raise_together
+from torchopt_ext.state.collective import all_gather_text, fail_together, raise_together
 from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of

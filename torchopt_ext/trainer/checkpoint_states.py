@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchopt_ext._torch import set_element
-from torchopt_ext.statedict.entries import plain
+from torchopt_ext.state.entries import plain
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.local import local_gradients, local_tensor
+from torchopt_ext.optim.gradients import local_gradients
+from torchopt_ext.state.local import local_tensor
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from torchopt_ext.fsdp import keep_low_precision_shards
-from torchopt_ext.statedict.entries import unwrapped
+from torchopt_ext.state.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 
 

@@ -21,10 +21,10 @@ from torchopt_ext.containers.build import (
     warn_of_lost_updates,
 )
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.collective import all_gather_text, fail_together
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.optim.groups import KINDS, expect_found, params_matching
-from torchopt_ext.statedict.entries import unwrapped
+from torchopt_ext.state.collective import all_gather_text, fail_together
+from torchopt_ext.state.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_ext.optim.local import sent_to_host
+from torchopt_ext.state.devices import sent_to_host
 
 
 class SkippedSteps:

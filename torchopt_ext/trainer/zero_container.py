@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.optimizers import with_fp32_moments
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.optim.collective import fail_together
-from torchopt_ext.optim.local import params_of
+from torchopt_ext.state.collective import fail_together
+from torchopt_ext.state.entries import CONTROL_KEY
+from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import dcp, flat
-from torchopt_ext.statedict.entries import CONTROL_KEY
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.state import buffers
 

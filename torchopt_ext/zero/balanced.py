@@ -17,9 +17,9 @@ from torch import Tensor
 from torchopt_ext import _C
 from torchopt_ext._torch import version
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
-from torchopt_ext.optim.collective import collective, wait
-from torchopt_ext.optim.quantized import keep_float_moments
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
+from torchopt_ext.state.collective import collective, wait
+from torchopt_ext.state.quantized import keep_float_moments
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, memory_order, view_in

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchopt_ext.optim.collective import fail_together
+from torchopt_ext.state.collective import fail_together
 from torchopt_ext.statedict import dcp
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.ranks import bounded

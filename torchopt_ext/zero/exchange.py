@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_ext.optim.collective import (
+from torchopt_ext.state.collective import (
     all_gather,
     all_gather_text,
     collective,

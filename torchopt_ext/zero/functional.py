@@ -14,10 +14,10 @@ from torch.distributed.optim.utils import functional_optim_map, register_functio
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
-from torchopt_ext.optim.algorithms import algorithm_of
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.state import init_param_states, moments_of
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.optim.param_states import init_param_states, moments_of
+from torchopt_ext.state.algorithms import algorithm_of
+from torchopt_ext.state.storage import Storage
 
 
 class FunctionalFused:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import _C
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
-from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.overlap import lay

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim import FusedOptimizer
-from torchopt_ext.statedict.entries import REQUIRED
+from torchopt_ext.state.entries import REQUIRED
 
 
 def check_choices(

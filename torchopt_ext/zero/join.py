@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from torchopt_ext.optim.collective import all_gather_text, collective, wait
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.state.collective import all_gather_text, collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.metadata import DTYPES
 from torchopt_ext.zero.ranks import Ranks

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedOptimizer, step
-from torchopt_ext.optim.collective import fail_together, waits_at_most
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.local import params_of, squares_of
+from torchopt_ext.optim.norm import squares_of
 from torchopt_ext.optim.rejection import Agreement, Verdict, agree, reject_in
-from torchopt_ext.optim.state import named_params
-from torchopt_ext.statedict.masters import read_weights, refresh_stale_elements
+from torchopt_ext.state.collective import fail_together, waits_at_most
+from torchopt_ext.state.masters import refresh_stale_elements
+from torchopt_ext.state.params import named_params, params_of
+from torchopt_ext.statedict.weights import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext.optim.arguments import restored_if_raised
-from torchopt_ext.optim.collective import fail_together, use_device, waits_at_most
+from torchopt_ext._arguments import restored_if_raised
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
-from torchopt_ext.optim.local import params_of
 from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
+from torchopt_ext.state.entries import BY_INDEX
+from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.dcp import Buffers
-from torchopt_ext.statedict.entries import BY_INDEX
 from torchopt_ext.statedict.loaded import undone_if_raised
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets

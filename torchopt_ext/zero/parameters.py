@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.local import is_flattened
-from torchopt_ext.optim.state import named_group_params, named_params
+from torchopt_ext.optim.norm import is_flattened
+from torchopt_ext.state.params import named_group_params, named_params
 
 
 class Parameters:

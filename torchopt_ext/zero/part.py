@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.quantized import SCALES, can_quantize, groups_before, scale_shape
+from torchopt_ext.state.quantized import SCALES, can_quantize, groups_before, scale_shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext.optim.collective import waits_at_most
+from torchopt_ext.state.collective import waits_at_most
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext.optim.collective import collective, comm_device, run, wait
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
+from torchopt_ext.state.collective import collective, comm_device, run, wait
 from torchopt_ext.zero.backward import BackwardPasses
 from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.parameters import Parameters

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.collective import all_gather_text, fail_together
-from torchopt_ext.optim.local import params_of
-from torchopt_ext.optim.quantized import CODES, can_quantize
-from torchopt_ext.optim.storage import Storage
+from torchopt_ext.state.collective import all_gather_text, fail_together
+from torchopt_ext.state.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.state.moments import fit_moments, has_codes
+from torchopt_ext.state.params import params_of
+from torchopt_ext.state.quantized import CODES, can_quantize
+from torchopt_ext.state.storage import Storage
 from torchopt_ext.statedict import dcp
-from torchopt_ext.statedict.entries import CONTROL_KEY, control_entry, converted
 from torchopt_ext.statedict.loaded import (
     Loaded,
     Slot,
@@ -29,7 +30,6 @@ from torchopt_ext.statedict.loaded import (
     read_indexed,
 )
 from torchopt_ext.statedict.low_bit import dequantized
-from torchopt_ext.statedict.moments import fit_moments, has_codes
 from torchopt_ext.zero.exchange import Entry, gather_entries
 from torchopt_ext.zero.functional import FunctionalFused
 from torchopt_ext.zero.local_optimizer import LocalOptimizer, copy_settings

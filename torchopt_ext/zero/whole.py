@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import flatten_dense, unflatten_dense
-from torchopt_ext.optim.collective import collective, wait
+from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory

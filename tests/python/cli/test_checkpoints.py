@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.cli import convert
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim.quantized import CODES, SCALES
-from torchopt_ext.optim.storage import join_master
+from torchopt_ext.state.quantized import CODES, SCALES
+from torchopt_ext.state.storage import join_master
 from torchopt_ext.statedict.dcp import load
 
 from .conftest import Run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchopt_ext import FusedAdamW
 from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.cli.weights import keys_of
-from torchopt_ext.optim.storage import join_master
+from torchopt_ext.state.storage import join_master
 
 from .conftest import Run
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD, digest
-from torchopt_ext.optim.algorithms import ALGORITHMS
+from torchopt_ext.state.algorithms import ALGORITHMS
 
 SHAPES = ((5, 200), (33,), (7, 3, 64), (0, 4), ())
 SGDS: Sequence[dict[str, Any]] = (

@@ -17,7 +17,7 @@ from torchopt_ext import ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import fused_step
 from torchopt_ext.optim import step as step_module
-from torchopt_ext.statedict.entries import CONTROL_KEY
+from torchopt_ext.state.entries import CONTROL_KEY
 
 from .subject import (
     OURS,

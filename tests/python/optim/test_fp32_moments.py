@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, ZeroRedundancyOptimizer, param_groups
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.optim.algorithms import ADAM
+from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.statedict.dcp import load
 
 from .subject import assert_same_bits

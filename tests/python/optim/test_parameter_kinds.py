@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torchopt_ext import FusedAdamW, digest
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
-from torchopt_ext.optim import state
+from torchopt_ext.optim import param_states as state
 
 from .subject import (
     OURS,

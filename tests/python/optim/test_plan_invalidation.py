@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torchopt_ext.optim import state as state_module
+from torchopt_ext.optim import param_states as state_module
 
 from .subject import OURS, assert_same_bits, bits, make_params, set_gradients, snapshot
 

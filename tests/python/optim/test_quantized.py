@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import torchopt_ext
 from torchopt_ext import FusedAdamW
-from torchopt_ext.optim.algorithms import ADAM
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.quantized import can_quantize
+from torchopt_ext.state.algorithms import ADAM
+from torchopt_ext.state.quantized import can_quantize
 
 from . import independent
 from .independent import Floats, fma

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.optim import local
+from torchopt_ext.optim import gradients
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 from torchopt_ext.zero.functional import FunctionalFusedAdamW
 
@@ -199,7 +199,7 @@ def test_a_first_step_without_memory_may_be_made_again(monkeypatch: pytest.Monke
     functional = FunctionalFusedAdamW([weight])
     steps = (optimizer.step, lambda: functional.step([weight.grad]))
     with monkeypatch.context() as patch:
-        patch.setattr("torchopt_ext.optim.state.fit_master", lambda *_: bytes(1 << 62))
+        patch.setattr("torchopt_ext.optim.param_states.fit_master", lambda *_: bytes(1 << 62))
         for step in steps:
             with pytest.raises((MemoryError, OverflowError)):
                 step()
@@ -306,7 +306,7 @@ def test_a_second_thread_is_refused_while_gradients_are_summed(
 
     params, reference = parts(), parts()
     optimizer, alone = (FusedAdamW(ps, max_grad_norm=max_grad_norm) for ps in (params, reference))
-    reduce, refused = local.all_reduce_coalesced, []
+    reduce, refused = gradients.all_reduce_coalesced, []
 
     def step_too() -> None:
         try:
@@ -325,7 +325,7 @@ def test_a_second_thread_is_refused_while_gradients_are_summed(
         alone.step()
         set_both(*params)
         with monkeypatch.context() as patch:
-            patch.setattr(local, "all_reduce_coalesced", reduce_while_another_steps)
+            patch.setattr(gradients, "all_reduce_coalesced", reduce_while_another_steps)
             optimizer.step()
     assert len(refused) == 2 and all("another thread" in message for message in refused)
     assert torch.equal(params[0].to_local(), reference[0].to_local())

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim.algorithms import ADAM
+from torchopt_ext.state.algorithms import ADAM
+from torchopt_ext.state.moments import dequantize, quantize
 from torchopt_ext.statedict.dcp import load
-from torchopt_ext.statedict.moments import dequantize, quantize
 
 from ..optim.subject import assert_same_bits
 

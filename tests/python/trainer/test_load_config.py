@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from torchopt_ext.optim.algorithms import ALGORITHMS
 from torchopt_ext.optim.options import CONFIGURED
+from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.trainer import config
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.load_config import REJECTED, RENAMED, load_config, settings_of

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, is_flat, local_shape_and_offset
-from torchopt_ext.optim.algorithms import State
-from torchopt_ext.optim.local import PLAIN, inner_tensors, local_tensor
-from torchopt_ext.optim.quantized import CODES, can_quantize
+from torchopt_ext.state.algorithms import State
+from torchopt_ext.state.local import PLAIN, inner_tensors, local_tensor
+from torchopt_ext.state.quantized import CODES, can_quantize
 
 MasterWeights = Literal["fp32", "remainder", "remainder8"]
 StateDtype = torch.dtype | Literal["int8"]

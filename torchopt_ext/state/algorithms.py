@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C
-from torchopt_ext.optim.arguments import expect_bools, expect_numbers
+from torchopt_ext._arguments import expect_bools, expect_numbers
 
 
 @dataclass(frozen=True)

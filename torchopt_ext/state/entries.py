@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.algorithms import ADAM, STATES, State
-from torchopt_ext.optim.local import (
+from torchopt_ext.state.algorithms import ADAM, STATES, State
+from torchopt_ext.state.local import (
     PLAIN,
     inner_tensors,
     local_tensor,
@@ -21,8 +21,8 @@ from torchopt_ext.optim.local import (
     same_placement,
     shard_of,
 )
-from torchopt_ext.optim.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
-from torchopt_ext.optim.storage import MASTER, REMAINDER, REMAINDER8, Storage
+from torchopt_ext.state.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
+from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = tuple(STATES)
 # Options for how a step is computed, not what: a state dict does not decide them.

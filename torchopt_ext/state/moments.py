@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchopt_ext._torch import is_dtensor, local_shape_and_offset
-from torchopt_ext.optim.algorithms import STATES
-from torchopt_ext.optim.local import as_placed, local_tensor, placed
-from torchopt_ext.optim.quantized import (
+from torchopt_ext.state.algorithms import STATES
+from torchopt_ext.state.local import as_placed, local_tensor, placed
+from torchopt_ext.state.quantized import (
     CODES,
     CODES_OF,
     CONVERT,
@@ -22,7 +22,7 @@ from torchopt_ext.optim.quantized import (
     scale_shape,
     scales_like,
 )
-from torchopt_ext.optim.quantized import quantized_problem as problem
+from torchopt_ext.state.quantized import quantized_problem as problem
 
 _ELEMENTS = 1 << 18
 """Elements that are in memory as float32 at once, at least one row."""

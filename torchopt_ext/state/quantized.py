@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.optim.algorithms import STATES
-from torchopt_ext.optim.local import as_placed, local_tensor
+from torchopt_ext.state.algorithms import STATES
+from torchopt_ext.state.local import as_placed, local_tensor
 
 GROUP = 64
 """Elements that share a scale (csrc/kernels/quantize.h)."""
