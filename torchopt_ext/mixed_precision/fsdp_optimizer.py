@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -24,18 +23,15 @@ from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.hooks import evaluate, inner_step, run_hooks
+from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
-from torchopt_ext.state.devices import is_captured, moved, sent_to_host
+from torchopt_ext.state.devices import moved
 from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
-from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import weight_of
-from torchopt_ext.state.params import params_of
+from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.state.storage import is_steppable
-from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed, undone_if_raised
-from torchopt_ext.statedict.low_bit import dequantized
+from torchopt_ext.statedict.loaded import raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +47,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
     ``loss_scale * max(1, (norm + 1e-6) / clip_grad_norm)``. Then the step clears the gradients.
 
     Interface and state dict are LightRFT's. Like LightRFT's class, this class puts fp32 masters
-    into the optimizer's groups. :class:`~torchopt_ext.FusedAdam` and
-    :class:`~torchopt_ext.FusedAdamW` instead make the whole step in two passes over memory, step
-    the model's parameters, and keep masters in ``state[p]["master_weight"]``.
+    into the optimizer's groups (:class:`.master_optimizer.MasterOptimizer`). A
+    :class:`~torchopt_ext.FusedOptimizer` instead makes the whole step in two passes over memory,
+    steps the model's parameters, and keeps masters in ``state[p]["master_weight"]``.
 
     Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel).
     Masters follow weights that user code writes between steps (docs/step.md).
@@ -73,6 +69,16 @@ class FSDPadaptOptimizer(BaseOptimizer):
         TypeError: the base cannot be wrapped, or a parameter cannot be stepped; names it.
     """
 
+    _scaled = False  # whether there are gradients that backward() has scaled
+    _stepping = False
+    checkpoint_layout = WITH_BASE
+
+    # The stepper's groups hold the model's parameters. It also holds the last step's decision.
+    control = forwarded("_stepper", "control")
+    process_group = forwarded("_stepper", "process_group")
+    loss_scale = forwarded("grad_scaler", "scale")
+    """The scale of the loss, float32, one element."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -82,15 +88,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
         process_group: Any = None,
     ) -> None:
         super().__init__(optimizer)
-        reject_base(optimizer)
+        _reject_base(optimizer)
         params = params_of(optimizer)
-        config = scaler_config(grad_scal_cfg, params)
+        config = _scaler_config(grad_scal_cfg, params)
         device = next((param.device for param in params if not param.is_meta), "cpu")
         self.grad_scaler = DynamicGradScaler(**config, device=device)
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
-        # Its groups hold the model's parameters. It also holds the last step's decision.
         self._stepper: FusedOptimizer | MasterOptimizer
         if isinstance(optimizer, FusedOptimizer):
             self._stepper = optimizer
@@ -100,18 +105,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
             optimizer.keep_masters()
         else:
             self._stepper = MasterOptimizer(optimizer, process_group)
-        self._scaled = False  # whether there are gradients that backward() has scaled
-        self._stepping = False
-        # The last step's decision on its way from a GPU to the host.
-        self._unlogged: tuple[Tensor, Any] | None = None
         _wrappers[optimizer] = weakref.ref(self)
-
-    # ---- scale --------------------------------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> Tensor:
-        """The scale of the loss, float32, one element."""
-        return self.grad_scaler.scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Computes gradients of ``loss``, one element, times the loss scale. Calls add up."""
@@ -159,26 +153,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
         return [group["params"] for group in self._stepper.param_groups]
 
     @property
-    def process_group(self) -> Any:
-        """The ranks that share the norm and the skip decision, if given."""
-        return self._stepper.process_group
-
-    @property
-    def control(self) -> ControlView:
-        """The last step's decision, such as ``control.clip_factor``."""
-        return self._stepper.control
-
-    @property
     def grad_norm(self) -> Tensor:
         """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self._stepper.control.grad_norm
+        return self.control.grad_norm
 
     @property
     def skipped_steps(self) -> Tensor:
         """The number of skipped steps; float64, 0-dim."""
-        return self._stepper.control.skipped_steps
-
-    # ---- torch.optim.Optimizer ----------------------------------------------------------------
+        return self.control.skipped_steps
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -194,7 +176,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         Returns:
             Whether the step was made. False: a gradient on some rank was not finite, and only the
             loss scale has changed. None: only a GPU knows, and ``wait`` is False. A skip then
-            counts in :attr:`skipped_steps`, and the next step logs it.
+            counts in :attr:`skipped_steps`.
 
         Raises:
             RuntimeError: gradients were not scaled, or a gradient or parameter does not fit; names
@@ -204,26 +186,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
             raise RuntimeError("a step of this optimizer is under way")
         self._stepping = True
         try:
-            return self._step(closure, wait)
+            evaluate(closure)
+            self._reject_unscaled()
+            return self._step(wait)
         finally:
             self._stepping = False
 
-    def _step(self, closure: Callable[[], Any] | None, wait: bool) -> bool | None:
+    def _step(self, wait: bool) -> bool | None:
         stepper = self._stepper
-        # The device made this decision long ago. During a graph capture the host must not wait.
-        if self._unlogged is not None and not is_captured():
-            skip, copied = self._unlogged
-            self._unlogged = None
-            copied.synchronize()
-            log_if(skip.item())
-        evaluate(closure)
-        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
-            reject([stepper], StepContext(check_overflow=True), Agreement())
-            raise RuntimeError(
-                f"there are gradients that this optimizer's backward() did not scale, but the loss "
-                f"scale is {self.loss_scale.item():g}, by which step() divides: call "
-                f"optimizer.backward(loss) instead of loss.backward()"
-            )
         stepper.max_grad_norm = self.max_grad_norm
         try:
             if isinstance(stepper, MasterOptimizer):
@@ -240,11 +210,20 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.grad_scaler.update(moved(stepper.control.found_inf, self.loss_scale.device))
         self.zero_grad()
         if skipped is None:
-            self._unlogged = sent_to_host(stepper.control.skip)
             stepper.verdict.check()  # about earlier steps
             return None
-        log_if(skipped)
+        if skipped and os.environ.get("RANK", "0") == "0":
+            logger.warning("a gradient was not finite: the step was skipped")
         return not skipped
+
+    def _reject_unscaled(self) -> None:
+        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
+            reject([self._stepper], StepContext(check_overflow=True), Agreement())
+            raise RuntimeError(
+                f"there are gradients that this optimizer's backward() did not scale, but the loss "
+                f"scale is {self.loss_scale.item():g}, by which step() divides: call "
+                f"optimizer.backward(loss) instead of loss.backward()"
+            )
 
     def _has_gradients(self) -> bool:
         return any(param.grad is not None for param in params_of(self._stepper))
@@ -286,19 +265,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
-        packed = self.optim.state_dict()
-        masters: Any = {}  # state entries that hold masters, by parameter
-        if isinstance(self._stepper, MasterOptimizer):
-            masters = self._stepper.masters()
-        else:
-            masters = self.optim.state
+        packed, held = self.optim.state_dict(), self._stepper.state
+        if isinstance(self.optim, FusedOptimizer):  # its entries include masters
             entries = {
                 index: {name: value for name, value in entry.items() if name not in MASTERS}
                 for index, entry in packed["state"].items()
             }
             packed["state"] = {index: entry for index, entry in entries.items() if entry}
         weights = [
-            [weight_of(param, masters.get(param, {})) for param in params]
+            [weight_of(param, held.get(param, {})) for param in params]
             for params in self.params_by_group
         ]
         states = {
@@ -322,51 +297,14 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """
         self.prepare_load(states)()
 
-    checkpoint_layout = WITH_BASE
-
-    def checkpoint_buffers(self, ids: list[str]) -> Any:
-        """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
-        from torchopt_ext.statedict.dcp import BASE, buffers_by_key
-
-        keys = [f"{BASE}.state.{i}" for i in ids]
-        params = dict(zip(keys, chain(*self.params_by_group), strict=False))
-        for group, own in enumerate(self.params_by_group):
-            params |= {f"flat_fp32_weights.{group}.{i}": param for i, param in enumerate(own)}
-        return buffers_by_key(params)
-
-    @torch.no_grad()
-    def _load(self, states: dict[str, Any], weights: list[Tensor]) -> None:
-        base = states["base_optim_states"]
-        pairs = [*zip(params_of(self._stepper), weights, strict=True)]
-        with undone_if_raised(self.optim):
-            if isinstance(self._stepper, MasterOptimizer):
-                ids = chain(*(group["params"] for group in base["param_groups"]))
-                saved = {p: (i, weight) for i, (p, weight) in zip(ids, pairs, strict=True)}
-
-                def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or here
-                    index, weight = saved[param]
-                    if not is_steppable(param) or weight.dtype != torch.float32:
-                        return False
-                    if param.requires_grad or base["state"].get(index):
-                        return True
-                    local = local_tensor(weight)
-                    return not local.to(param.dtype).float().equal(local)  # it has low bits
-
-                self._stepper.create_masters(needs_master)
-                load_whole(self.optim, base)
-            else:
-                self.optim.load_state_dict(base)
-        self._stepper.set_weights(pairs)
-        self.grad_scaler.load_state_dict(states["grad_scaler"])
-        run_hooks(self, "load_state_dict_post")
-
     @torch.no_grad()
     def prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
-        self.grad_scaler.check_state_dict(states["grad_scaler"])
+        scale, base = states["grad_scaler"], states["base_optim_states"]
+        self.grad_scaler.check_state_dict(scale)
         # DCP converts indices to strings.
         saved = {int(index): list(own) for index, own in states["flat_fp32_weights"].items()}
         groups = self.params_by_group
@@ -378,31 +316,53 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 f"The number of flat tensor is inconsistent, {len(own)} != {len(saved[index])}"
             )
         weights = list(chain(*(saved[index] for index in range(len(groups)))))
-        loaded = read_indexed(states["base_optim_states"], self.param_groups)
-        if isinstance(self.optim, FusedOptimizer):
-            loaded.slots = [*map(dequantized, loaded.slots)]
-        problems = [
-            f"{slot.called('the saved weight')} {found}"
-            for slot, weight in zip(loaded.slots, weights, strict=True)
-            if is_steppable(slot.param) and (found := tensor_problem(weight, slot.param))
-        ]
-        raise_problems([*problems, *loaded.problems(self.optim)])
-        return functools.partial(self._load, states, weights)
+        raise_problems(
+            f"the saved weight of parameter {repr(name) if name else number} {found}"
+            for number, ((name, param), weight) in enumerate(
+                zip(named_params(self._stepper), weights, strict=True)
+            )
+            if is_steppable(param) and (found := tensor_problem(weight, param))
+        )
+        if isinstance(self._stepper, MasterOptimizer):
+            load_base = self._stepper.prepare_load(base, weights)
+        else:
+            load_base = self._stepper.prepare_load(dict(base))
+
+        pairs = [*zip(params_of(self._stepper), weights, strict=True)]
+
+        @torch.no_grad()
+        def load() -> None:
+            load_base()
+            self._stepper.set_weights(pairs)
+            self.grad_scaler.load_state_dict(scale)
+            run_hooks(self, "load_state_dict_post")
+
+        return load
+
+    def checkpoint_buffers(self, ids: list[str]) -> Any:
+        """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
+        from torchopt_ext.statedict.dcp import BASE, buffers_by_key
+
+        keys = [f"{BASE}.state.{i}" for i in ids]
+        params = dict(zip(keys, chain(*self.params_by_group), strict=False))
+        for group, own in enumerate(self.params_by_group):
+            params |= {f"flat_fp32_weights.{group}.{i}": param for i, param in enumerate(own)}
+        return buffers_by_key(params)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._offloader is not None:  # a copy has no offloader, so its state must be on device
             self._offloader.bring_back()
-        made_anew = {"_stepping": False, "_scaled": False, "_unlogged": None}
-        return super().__getstate__() | made_anew
+        return super().__getstate__() | {"_stepping": False, "_scaled": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _wrappers[self.optim] = weakref.ref(self)
 
 
-def reject_base(optimizer: Optimizer) -> None:
+def _reject_base(optimizer: Optimizer) -> None:
     """Raises TypeError for an optimizer that cannot be wrapped, ValueError for its settings."""
     name = type(optimizer).__name__
+    wrapper = _wrappers.get(optimizer)
     if getattr(optimizer, "has_loss_scale", False):
         raise ValueError(
             f"the {name} keeps a loss scale of its own (set_loss_scale), which FSDPadaptOptimizer "
@@ -417,7 +377,7 @@ def reject_base(optimizer: Optimizer) -> None:
         raise TypeError(f"the {name} has the masters of another FSDPadaptOptimizer in its groups")
     if isinstance(optimizer, BaseOptimizer):
         raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
-    if (wrapper := _wrappers.get(optimizer)) is not None and wrapper() is not None:
+    if wrapper is not None and wrapper() is not None:
         raise TypeError(f"the {name} is wrapped by another FSDPadaptOptimizer already")
     if isinstance(optimizer, LBFGS):
         raise TypeError("LBFGS evaluates the model within a step; its gradients cannot be scaled")
@@ -428,7 +388,7 @@ def reject_base(optimizer: Optimizer) -> None:
         )
 
 
-def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
+def _scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:
     """Returns the arguments of DynamicGradScaler."""
     if given is not None:
         if not isinstance(given, Mapping):
@@ -439,9 +399,3 @@ def scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict
     if any(param.dtype == torch.float16 and param.requires_grad for param in params):
         return {"dtype": torch.float16}
     return {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}
-
-
-def log_if(skipped: float) -> None:
-    """Logs a skipped step, on rank 0."""
-    if skipped and os.environ.get("RANK", "0") == "0":
-        logger.warning("a gradient was not finite: the step was skipped")

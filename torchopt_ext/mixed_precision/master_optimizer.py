@@ -6,7 +6,7 @@ masters, steps the optimizer, and rounds the masters to the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,9 +27,10 @@ from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.step import accumulated_norm, reject, reject_tracing
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.local import as_placed, local_tensor, placed, same_placement
-from torchopt_ext.state.masters import copy_local_
-from torchopt_ext.state.params import named_params
+from torchopt_ext.state.masters import copy_local_, has_low_bits
+from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.state.storage import MASTER, SIXTEEN_BIT, is_steppable, reject_param
+from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed, undone_if_raised
 from torchopt_ext.statedict.weights import read_weights
 
 
@@ -54,27 +55,35 @@ class MasterOptimizer(Controlled):
         self._init_control()
         self.skip_nonfinite = True
         self._table: _Table | None = None
-        for number, group in enumerate(optim.param_groups):
-            self._refuse(number, group)
         self._adopt(optim.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known = {param for param, _ in self._pairs()}
+        known = set(params_of(self))
         with restored_if_raised([param_group], self.optim):
             self.optim.add_param_group(param_group)
             group = self.optim.param_groups[-1]
-            self._refuse(len(self.param_groups), group)
             if known & set(group["params"]):
                 raise ValueError("some parameters appear in more than one parameter group")
             self._adopt([group])
 
+    def _adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+        for number, group in enumerate(groups, len(self.param_groups)):
+            self._refuse(number, group)
+        params = chain(*(group["params"] for group in groups))
+        masters = self._make_masters(param for param in params if param.requires_grad)
+        for group in groups:
+            own = group["params"]
+            self.param_groups.append({"params": own, "param_names": group.get("param_names")})
+            group["params"] = [masters.get(param, param) for param in own]
+        self._table = None
+
     def _refuse(self, number: int, group: dict[str, Any]) -> None:
-        for name, param in zip(names_of(number, group), group["params"], strict=True):
+        for name, param in zip(_names_of(number, group), group["params"], strict=True):
             what = f"parameter {name} of {type(self.optim).__name__}"
             if param.requires_grad:
                 reject_param(param, what)
                 if param.is_complex():
-                    raise TypeError(f"{what} is complex: only FusedAdam and FusedAdamW step those")
+                    raise TypeError(f"{what} is complex: only fused optimizers step those")
                 if is_flattened(param) and self.process_group is None:
                     raise ValueError(f"{what} {SHARDS_ELSEWHERE}")
             if torch.nn.parameter.is_lazy(param):
@@ -82,26 +91,17 @@ class MasterOptimizer(Controlled):
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"group {number} has a parameter twice")
 
-    def _adopt(self, groups: list[dict[str, Any]]) -> None:
-        params = chain(*(group["params"] for group in groups))
-        masters = self._make_masters(
-            param for param in params if param.requires_grad and param.dtype in SIXTEEN_BIT
-        )
-        for group in groups:
-            own = group["params"]
-            self.param_groups.append({"params": own, "param_names": group.get("param_names")})
-            group["params"] = [masters.get(param, param) for param in own]
-        self._table = None
-
     @torch.no_grad()
     def _make_masters(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Makes masters, to which the parameters' state moves.
+        """Makes masters of 16-bit parameters, to which the parameters' state moves.
 
         If this raises, for example because memory is short, nothing has changed.
         """
         masters: dict[Tensor, Any] = {}
         entries: dict[Tensor, dict[str, Any]] = {}
         for param in params:
+            if param.dtype not in SIXTEEN_BIT:
+                continue
             masters[param] = as_placed(local_tensor(param).detach().float(), param)
             masters[param].is_master_weight = True  # copies of the base keep this attribute
             if param in self.optim.state:
@@ -118,28 +118,12 @@ class MasterOptimizer(Controlled):
 
     def create_masters(self, needs: Callable[[Tensor], bool]) -> None:
         """Makes masters for the 16-bit parameters that have none and satisfy ``needs``."""
-        masters = self._make_masters(
-            param
-            for param, held in self._pairs()
-            if held is param and param.dtype in SIXTEEN_BIT and needs(param)
-        )
-        if not masters:
-            return
-        for group in self.optim.param_groups:
+        masters = self._make_masters(p for p, held in self._pairs() if held is p and needs(p))
+        for group in self.optim.param_groups if masters else ():
             group["params"] = [masters.get(param, param) for param in group["params"]]
-        self._table = None
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns every parameter of the model, and the tensor that the optimizer steps for it."""
-        own = chain(*(group["params"] for group in self.param_groups))
-        return zip(own, self._stepped(), strict=True)
-
-    def masters(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Returns the masters as entries of their parameters' states."""
-        return {param: {MASTER: held} for param, held in self._pairs() if held is not param}
-
-    def _stepped(self) -> list[Tensor]:
-        """Returns the tensors that the optimizer steps.
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns every parameter of the model, and the tensor that the optimizer steps for it.
 
         Raises:
             RuntimeError: the groups do not have as many parameters as they had.
@@ -151,19 +135,23 @@ class MasterOptimizer(Controlled):
                 f"the base's groups have {[*map(len, held)]} parameters, expected "
                 f"{[*map(len, own)]}: FSDPadaptOptimizer.add_param_group() is what adds a group"
             )
-        return list(chain(*held))
+        return [*zip(chain(*own), chain(*held), strict=True)]
+
+    # ---- weights and state --------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The masters by parameter, as a fused optimizer's state has them."""
+        return {param: {MASTER: held} for param, held in self._pairs() if held is not param}
 
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Sets the masters from the parameters, or both from float32 weights."""
+        pairs = [(param, param) for param in self.state]
         if from_ is not None:
-            weights = read_weights(from_, named_params(self), lambda _: True)
+            pairs = read_weights(from_, named_params(self), lambda _: True)
             self.create_masters(lambda param: param.requires_grad and is_steppable(param))
-            self.set_weights(weights)
-            return
-        for param, master in self._pairs():
-            if master is not param:
-                local_tensor(master).copy_(local_tensor(param))
+        self.set_weights(pairs)
 
     def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to weights of the same shapes and placements."""
@@ -171,10 +159,35 @@ class MasterOptimizer(Controlled):
         for param, weight in pairs:
             for target in (param, master_of[param]) if is_steppable(param) else ():
                 copy_local_(target, weight)
-        if self._table is not None:
-            self._table = self._current_table()
-            self._table.written()
-            self._table.release()
+
+    @torch.no_grad()
+    def prepare_load(
+        self, state_dict: Mapping[str, Any], weights: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Checks a state dict of the optimizer, and returns the function that loads it.
+
+        Args:
+            weights: what the parameters were rounded from, in order.
+        """
+        raise_problems(read_indexed(state_dict, self.optim.param_groups).problems(self.optim))
+        ids = chain(*(group["params"] for group in state_dict["param_groups"]))
+        saved = {
+            p: (state_dict["state"].get(i), w)
+            for i, (p, _), w in zip(ids, self._pairs(), weights, strict=True)
+        }
+
+        def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or here
+            state, weight = saved[param]
+            if not is_steppable(param) or weight.dtype != torch.float32:
+                return False
+            return param.requires_grad or bool(state) or has_low_bits(param, {MASTER: weight})
+
+        def load() -> None:
+            with undone_if_raised(self.optim):
+                self.create_masters(needs_master)
+                load_whole(self.optim, state_dict)
+
+        return load
 
     # ---- step ---------------------------------------------------------------------------------
 
@@ -189,61 +202,38 @@ class MasterOptimizer(Controlled):
             RuntimeError: a gradient or parameter does not fit, on this rank or on a rank that
                 shares the norm; names it. Nothing is changed.
         """
-        agreement, optim = Agreement(), self.optim
+        agreement = Agreement()
         try:
             reject_tracing()
             table = self._collect()
             self._decide(table, scale, agreement)
-            found_inf = None
-            if (skip := self.known("skip")) is None:
-                if skips_on_device(optim):
-                    found_inf = self.control.found_inf.float()
-                else:
-                    skip = self.control.skip.item()
-                    self.verdict.check()
-            if skip:
-                return skip
-            if allows_mutation():
-                show_writes(table.params)
-            stepped = {device: table.stepped(device, wide=True) for device in table.devices}
-            for device, wide in stepped.items():
-                self._hand_over(table, device, wide)
-            try:
-                inner_step(optim, StepContext(found_inf=found_inf))
-            except BaseException:  # some gradients have been unscaled, or are gone
-                _C.clear_gradients(table.params)
-                raise
-            finally:  # also if a hook has raised after the update
-                for device, wide in stepped.items():
-                    params = [table.local_params[i] for i in wide]
-                    masters = [table.local_masters[i] for i in wide]
-                    _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
-                table.written()
+            skip, found_inf = self.known("skip"), None
+            if skip is None and skips_on_device(self.optim):
+                found_inf = self.control.found_inf.float()
+            elif skip is None:
+                skip = self.control.skip.item()
+                self.verdict.check()
+            if not skip:
+                self._update(table, found_inf)
             return skip
         except Exception:
             reject([self], ALONE, agreement)
             raise
         finally:
             if self._table is not None:
-                _C.clear_gradients(self._table.own_masters)
                 self._table.release()
 
     def _collect(self) -> _Table:
         """Returns the table of all parameters, with this step's gradients checked."""
-        table = self._current_table()
-        if table.unfrozen():
+        pairs = self._pairs()
+        if self._table is None or not self._table.take(pairs):
+            self._table = _Table(pairs, self.optim)
+        if self._table.unfrozen():
             self.create_masters(lambda param: param.grad is not None)
-            table = _Table(self._pairs(), self.optim)
-        self._table = table
-        table.take_gradients()
-        table.follow_weights()
-        return table
-
-    def _current_table(self) -> _Table:
-        table = self._table
-        if table is None or not table.take(self._pairs()):
-            table = _Table(self._pairs(), self.optim)
-        return table
+            self._table = _Table(self._pairs(), self.optim)
+        self._table.take_gradients()
+        self._table.follow_weights()
+        return self._table
 
     def _decide(self, table: _Table, scale: Tensor, agreement: Agreement) -> None:
         self._norm_measured = True
@@ -255,6 +245,24 @@ class MasterOptimizer(Controlled):
             return
         total = accumulated_norm([self], ALONE, agreement)
         self.update_control(total, StepContext(grad_scale=scale, check_overflow=True))
+
+    def _update(self, table: _Table, found_inf: Tensor | None) -> None:
+        if allows_mutation():
+            show_writes(table.params)
+        stepped = {device: table.stepped(device, wide=True) for device in table.devices}
+        for device, wide in stepped.items():
+            self._hand_over(table, device, wide)
+        try:
+            inner_step(self.optim, StepContext(found_inf=found_inf))
+        except BaseException:  # some gradients have been unscaled, or are gone
+            _C.clear_gradients(table.params)
+            raise
+        finally:  # also if a hook has raised after the update
+            for device, wide in stepped.items():
+                params = [table.local_params[i] for i in wide]
+                masters = [table.local_masters[i] for i in wide]
+                _C.scaled_copy_(params, masters, self._block(device)[0], unscale=False)
+            table.written()
 
     def _hand_over(self, table: _Table, device: torch.device, wide: list[int]) -> None:
         """Gives masters unscaled and clipped gradients, and releases the parameters' gradients.
@@ -292,8 +300,7 @@ class MasterOptimizer(Controlled):
         """Devices and norm keys by which parameters are summed, the same on all ranks."""
         if self._table is not None:
             return self._table.parts
-        params = (param for param, _ in self._pairs())
-        return list(dict.fromkeys(map(part_of, filter(is_steppable, params))))
+        return list(dict.fromkeys(map(part_of, filter(is_steppable, params_of(self)))))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         assert self._table is not None
@@ -312,31 +319,29 @@ class _Table:
     """The model's parameters, the tensors that the optimizer steps for them, and their gradients.
 
     What a step needs to know of thousands of parameters is computed once, because Python takes
-    longer for it than the updates take for their memory traffic. Between steps the table owns no
-    tensor of the user's.
+    longer for it than the updates take for their memory traffic.
 
     Args:
-        found: the model's parameters by group, and what the optimizer steps for them.
+        pairs: the model's parameters by group, and what the optimizer steps for them.
         optim: the optimizer, whose groups hold masters or the parameters themselves.
     """
 
-    def __init__(self, found: Iterable[tuple[Tensor, Tensor]], optim: Optimizer) -> None:
-        pairs = list(found)
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], optim: Optimizer) -> None:
         self._identity = _C.Identity([*chain(*pairs)])
-        self.names = list(chain(*(names_of(n, g) for n, g in enumerate(optim.param_groups))))
+        self.params = [param for param, _ in pairs]
+        self.masters = [master for _, master in pairs]
+        self.names = list(chain(*(_names_of(n, g) for n, g in enumerate(optim.param_groups))))
+        self._is_wide = [master is not param for param, master in pairs]
+        self.own_masters = [master for param, master in pairs if master is not param]
         for name, (param, master) in zip(self.names, pairs, strict=True):
             if master is not param and not getattr(master, "is_master_weight", False):
                 raise RuntimeError(
                     f"parameter {name} was replaced in the base's groups: build the base and "
                     f"FSDPadaptOptimizer for the new parameters"
                 )
-        self._is_wide = [master is not param for param, master in pairs]
         # The parameters that are not this rank's tensors themselves, and the DTensors among them.
-        self._wrapped = [
-            i for i, (param, _) in enumerate(pairs) if local_tensor(param) is not param
-        ]
-        self._sharded = [i for i in self._wrapped if is_dtensor(pairs[i][0])]
-        self.take(pairs)
+        self._wrapped = [i for i, p in enumerate(self.params) if local_tensor(p) is not p]
+        self._sharded = [i for i in self._wrapped if is_dtensor(self.params[i])]
         # Frozen parameters that no step can update, such as quantized weights.
         self._frozen: list[int] = []
         self._of_part: dict[NormPart, list[int]] = {}
@@ -349,41 +354,35 @@ class _Table:
         self.devices = list(dict.fromkeys(device for device, _ in self.parts))
         if self._sharded:  # the hook would slow other steps of this wrapper by some percent
             watch_weights(self.params)
-        self.marks = _C.WeightMarks()
+        self._marks = _C.WeightMarks()
         self.gradients: list[Any] = []  # this step's gradients by parameter, or None
         self.room: tuple[list[int], list[Tensor]] = [], []  # parameters, memory for gradients
+        self.take(pairs)
 
-    def written(self) -> list[int]:
-        """Returns the parameters with a master that were written to since the last call."""
-        written = self.marks.renew(self.params, self.local_params)
-        return [i for i in written if self._is_wide[i]]
-
-    def follow_weights(self) -> None:
-        """Lets masters follow weights that user code has written to since the last step."""
-        for i in self.written():
-            _C.take_weight(self.local_masters[i], self.local_params[i])
-
-    def take(self, found: Iterable[tuple[Tensor, Tensor]]) -> bool:
-        """Takes the tensors of a step; returns False if they are not those of the table."""
-        pairs = list(found)
+    def take(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Takes this rank's parts for a step; returns False if the table is of other tensors."""
         if self._identity != _C.Identity([*chain(*pairs)]):
             return False
-        self.params = [param for param, _ in pairs]
-        self.masters = [master for _, master in pairs]
-        # This rank's parts. Parts of DTensors may be replaced between steps.
+        # Parts of DTensors may be replaced between steps.
         self.local_params, self.local_masters = self.params.copy(), self.masters.copy()
         for i in self._wrapped:
             self.local_params[i], self.local_masters[i] = map(local_tensor, pairs[i])
         return True
 
     def release(self) -> None:
-        """Drops the tensors of a step."""
-        self.params, self.masters, self.local_params, self.local_masters = [], [], [], []
-        self.gradients = []
+        """Drops gradients, and parts of DTensors, whose memory the user may give back."""
+        self.gradients, self.local_params, self.local_masters = [], [], []
+        _C.clear_gradients(self.own_masters)
 
-    @property
-    def own_masters(self) -> list[Tensor]:
-        return [m for m, wide in zip(self.masters, self._is_wide, strict=False) if wide]
+    def written(self) -> list[int]:
+        """Returns the parameters with a master that were written to since the last call."""
+        written = self._marks.renew(self.params, self.local_params)
+        return [i for i in written if self._is_wide[i]]
+
+    def follow_weights(self) -> None:
+        """Lets masters follow weights that user code has written to since the last step."""
+        for i in self.written():
+            _C.take_weight(self.local_masters[i], self.local_params[i])
 
     def unfrozen(self) -> bool:
         """Returns whether a 16-bit parameter without master has a gradient, so that it needs one.
@@ -445,7 +444,7 @@ class _Table:
         return own
 
 
-def names_of(number: int, group: dict[str, Any]) -> list[str]:
+def _names_of(number: int, group: dict[str, Any]) -> list[str]:
     """Returns the names of a group's parameters for messages."""
     given = group.get("param_names")
     return [

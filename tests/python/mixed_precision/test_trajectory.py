@@ -38,7 +38,7 @@ DYNAMIC: dict[str, Any] = {
     "hysteresis": 2,
     "dtype": FP16,
 }
-RTOL, ATOL = 2e-6, 2e-7  # the rounding difference of FusedAdamW and torch after 50 steps
+RTOL, ATOL = 2e-6, 2e-7  # the rounding difference of the engine and torch after 50 steps
 
 every_base = pytest.mark.parametrize("kind", BASES)
 
@@ -54,7 +54,8 @@ class Twins:
         clip: float = 1.0,
         grouped: Callable[[list[nn.Parameter]], Any] = lambda params: params,
     ) -> None:
-        self.exact = kind != "FusedAdamW"  # other bases run the same code on both sides
+        # Other bases run the same code on both sides. The engine rounds less often than torch does.
+        self.exact = not kind.startswith("Fused")
         self.params, self.others = make(), make()
         self.ours = ours_of(kind, grouped(self.params), grad_scal_cfg=scaler, clip_grad_norm=clip)
         self.plain = reference_of(kind, grouped(self.others), scaler, clip)

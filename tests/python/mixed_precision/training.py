@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
 from ..optim.subject import bits
@@ -44,12 +44,35 @@ def _fused_adamw(groups: Any) -> torch.optim.Optimizer:
     return FusedAdamW(groups, **_ADAM)
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Lion as in arXiv:2302.06675, in float64 and rounded once."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", torch.zeros(())) + 1
+                    moment = state.setdefault("exp_avg", torch.zeros_like(p))
+                    held, grad = moment.double(), p.grad.double()
+                    update = held.lerp(grad, 1 - beta1).sign()
+                    p.copy_(p.double() * (1 - lr * group["weight_decay"]) - lr * update)
+                    moment.copy_(held.lerp(grad, 1 - beta2))
+
+
 # Kind: (optimizer under FSDPadaptOptimizer, optimizer under the plain reference).
 BASES: dict[str, tuple[Base, Base]] = {
     "SGD": (_sgd, _sgd),
     "AdamW-fused": (_adamw_fused, _adamw_fused),
     "AdamW-foreach": (_adamw_foreach, _adamw_foreach),
     "FusedAdamW": (_fused_adamw, _adamw_fused),
+    "FusedLion": (lambda groups: FusedLion(groups, lr=0.01, weight_decay=0.1), PlainLion),
+    "FusedSGD": (lambda groups: FusedSGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01), _sgd),
 }
 KINDS = ("SGD", "FusedAdamW")  # one base of each path
 
