@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
-from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
+from torchopt_ext.containers.deferred_clipping import defer_clipping
+from torchopt_ext.integrations.torchtitan_clipping import take_over, watch
 
 MAX_NORM, STEPS = 0.1, 3
 
@@ -178,6 +179,7 @@ def deferred(how: str) -> None:
         container = OptimizersContainer([part], FusedAdamW, kwargs)
         if defers:
             defer_clipping(container)
+            watch(container)
             norm = float(
                 titan.clip_grad_norm_(params, MAX_NORM, pp_mesh=stages, ep_enabled=how[0] == "e")
             )

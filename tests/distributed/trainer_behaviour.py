@@ -142,7 +142,9 @@ def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()
     param = next(trainer.model_parts[0].parameters())
     param.register_hook(lambda g: g * math.nan if trainer.step in gradients else g)
     loss_fn = trainer.forward_pass.loss_fn
-    trainer.forward_pass.loss_fn = lambda *args: loss_fn(*args) + (math.inf if trainer.step in losses else 0)
+    trainer.forward_pass.loss_fn = lambda *args: (
+        loss_fn(*args) + (math.inf if trainer.step in losses else 0)
+    )
 
 
 @case(1)

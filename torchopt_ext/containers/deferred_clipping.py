@@ -5,9 +5,8 @@ every gradient twice and writes it once before the step reads it again. A deferr
 gradients once, for the norm. The step multiplies them while it reads them anyway.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,16 +15,10 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import (
-    ClipsInStep,
-    OptimizersContainer,
-    all_containers,
-    make_latest,
-)
+from torchopt_ext.containers.optimizers import ClipsInStep, OptimizersContainer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.step import measure_norm
-from torchopt_ext.state.params import params_of
 
 
 class DeferredClipping:
@@ -36,7 +29,7 @@ class DeferredClipping:
     the calls. A step without a call before it clips nothing.
 
     Args:
-        optimizers: the container's optimizers: FusedAdam or FusedAdamW without `max_grad_norm`.
+        optimizers: the container's optimizers: fused optimizers without `max_grad_norm`.
 
     Raises:
         ValueError: an optimizer is of another class, or has `max_grad_norm`.
@@ -47,7 +40,7 @@ class DeferredClipping:
         for optimizer in optimizers:
             if not isinstance(optimizer, FusedOptimizer):
                 raise ValueError(
-                    f"deferred clipping needs FusedAdam or FusedAdamW, found "
+                    f"deferred clipping needs fused optimizers, found "
                     f"{type(optimizer).__name__}, whose step cannot clip"
                 )
             if optimizer.max_grad_norm is not None:
@@ -128,69 +121,4 @@ def defer_clipping(container: OptimizersContainer[Any]) -> ClipsInStep:
         raise TypeError(f"deferred clipping needs an OptimizersContainer, found a {kind}")
     if container.deferred_clipping is None:
         container.deferred_clipping = DeferredClipping(container.optimizers)
-    make_latest(container)
     return container.deferred_clipping
-
-
-def take_over(module: Any) -> None:
-    """Replaces `clip_grad_norm_` of torchtitan's `distributed.utils`, in 0.2 and 0.3.
-
-    A call with exactly the parameters of a container with deferred clipping then measures their
-    norm for the container's next step. A call with the parameters of a container in backward
-    returns the norm that it measured: torchtitan would see no gradients, and a norm of 0.
-    torchtitan's function handles every other call: other parameters that have gradients, another
-    norm than the 2-norm, `error_if_nonfinite`, and a `max_norm` that is not above 0. The choice
-    must be the same on all ranks.
-    """
-    stock: Callable[..., Tensor] = module.clip_grad_norm_
-    if getattr(stock, "torchopt_ext_defers", False):
-        return
-
-    @functools.wraps(stock)
-    def clip_grad_norm_(
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-        pp_mesh: Any = None,
-        ep_enabled: bool = False,
-    ) -> Tensor:
-        # A generator can be read only once.
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        container = _container_of(params)
-        alike = norm_type == 2.0 and not error_if_nonfinite and max_norm > 0.0
-        if container is None or not alike:
-            return stock(
-                params, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled
-            )
-        if container.deferred_clipping is None:
-            return container.control.grad_norm  # of the update that backward has made
-        group = None if pp_mesh is None else pp_mesh.get_group()
-        return container.deferred_clipping.clip(max_norm, group)
-
-    clip_grad_norm_.torchopt_ext_defers = True  # type: ignore[attr-defined]
-    module.clip_grad_norm_ = clip_grad_norm_
-
-
-def _container_of(parameters: Sequence[Tensor]) -> OptimizersContainer[Any] | None:
-    """Returns the container that clips exactly these parameters, or None if torchtitan clips them.
-
-    Their container decides, whether it defers clipping or not. Parameters that it does not step may
-    come along if they have no gradients. If several containers match, it is the one with the most
-    parameters, because a stage may train none. If several have as many, it is the latest, because
-    an older one may not be collected yet.
-    """
-    given, most = set(map(id, parameters)), -1
-    decides: OptimizersContainer[Any] | None = None
-    for container in [*all_containers]:
-        own = set(map(id, params_of(container)))
-        if len(own) < most or not own <= given:
-            continue
-        if all(p.grad is None for p in parameters if id(p) not in own):
-            decides, most = container, len(own)
-    if isinstance(decides, OptimizersInBackwardContainer):
-        # Gradients that backward has left are not in the norm that it measured.
-        measured = decides.measures_norm and all(p.grad is None for p in parameters)
-        return decides if measured else None
-    return None if decides is None or decides.deferred_clipping is None else decides

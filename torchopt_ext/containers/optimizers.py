@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -77,7 +76,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
     optimizers: list[T]
     model_parts: list[nn.Module]
-    deferred_clipping: "ClipsInStep | None" = None  # set by defer_clipping()
+    deferred_clipping: ClipsInStep | None = None  # set by defer_clipping()
     compat: str | None = None
     _sizes: Sequence[int] = ()  # optimizers per part; () if a subclass makes one for each part
     _built = False
@@ -338,7 +337,6 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         defaults = {**own, **(optimizer_kwargs or {})}
         defaults.pop("fp32_moments", None)  # may hold parameters that a framework replaces
         Optimizer.__init__(self, [{"params": all_params}], defaults)
-        make_latest(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -390,17 +388,6 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             f"{type(self).__name__} cannot be pickled or deep-copied, since it shares parameters "
             "with the model: build one for the copied model and load this one's state_dict()"
         )
-
-
-all_containers: weakref.WeakKeyDictionary[OptimizersContainer[Any], None]
-all_containers = weakref.WeakKeyDictionary()
-"""All containers that exist, the latest last."""
-
-
-def make_latest(container: OptimizersContainer[Any]) -> None:
-    """Makes a container the latest, which it also is when it has just been built."""
-    all_containers.pop(container, None)
-    all_containers[container] = None
 
 
 def check_compat(compat: Any) -> str | None:

@@ -25,9 +25,9 @@ from torch import nn
 from torchopt_ext import containers
 from torchopt_ext.containers import build_lr_schedulers
 from torchopt_ext.containers.build import fused_options, reject_ineffective_without_norm
-from torchopt_ext.containers.deferred_clipping import take_over
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
+from torchopt_ext.integrations.torchtitan_clipping import take_over, watch
 from torchopt_ext.optim.options import configures_step
 
 warn_if_untested("torchtitan", "0.2.2")
@@ -121,6 +121,7 @@ def build_optimizers(
         deferred=getattr(optimizer_config, "deferred_clipping", False),
     )
     built = containers.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    watch(built)
     in_backward = isinstance(built, containers.OptimizersInBackwardContainer)
     if in_backward or built.deferred_clipping is not None:
         take_over(distributed)

@@ -28,7 +28,7 @@ from torchopt_ext.containers.build import (
     read_options,
     reject_ineffective_without_norm,
 )
-from torchopt_ext.containers.deferred_clipping import defer_clipping, take_over
+from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import (
     own_fp32_moments,
@@ -37,6 +37,7 @@ from torchopt_ext.containers.optimizers import (
 )
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
+from torchopt_ext.integrations.torchtitan_clipping import take_over, watch
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.options import configures_step
@@ -122,6 +123,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         _check_one_decision(self.optimizers)
         self._post_init(params_of(*self.optimizers), {})
         self._built = True
+        watch(self)
         self._knows_stages = config.deferred_clipping  # clipping calls name their group
         if config.deferred_clipping:
             defer_clipping(self)
