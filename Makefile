@@ -21,7 +21,7 @@ JOBS := $(shell nproc)
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
-	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host bench-in-backward \
+	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host \
 	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
 	docs lint lint-python lint-cxx format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
@@ -73,9 +73,6 @@ bench-mixed-precision: $(VENV)/.installed ## Time FSDPadaptOptimizer beside torc
 bench-dtensor-host: $(VENV)/.installed ## Time the step over many small DTensors, on 1 and 2 ranks
 	$(PY) benchmarks/dtensor_host.py --out out/bench-dtensor-host
 
-bench-in-backward: $(VENV)/.installed ## Time updates inside backward
-	$(PY) benchmarks/in_backward.py --out out/bench-in-backward
-
 bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Trainer; TORCH=2.11.0: 0.2
 	$(PY) benchmarks/torchtitan_step.py --out out/bench-torchtitan-$(TORCH)
 
@@ -92,12 +89,6 @@ bench-cxx: $(VENV)/.installed ## Time the step from C++ beside libtorch's AdamW
 	$(BIN)/cmake --build build/bench-cxx
 	mkdir -p out/bench-cxx
 	build/bench-cxx/bench_cxx | tee out/bench-cxx/cxx.txt
-
-DRAWS ?= 1e10
-rounding-quality: ## Test the draws of random rounding statistically; DRAWS=1e10
-	@mkdir -p build
-	$(CXX) -std=c++20 -O3 -march=native -Icsrc benchmarks/rounding_quality.cpp -o build/rounding_quality
-	build/rounding_quality $(DRAWS)
 
 # ---- checks -------------------------------------------------------------------------------------
 test-cpp: $(VENV)/.installed ## Build and run the C++ tests

@@ -6,16 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import (
-    MAX_NORM,
-    OURS,
-    SCALER,
-    SCALER_SETTINGS,
-    gradients_of,
-    params_with,
-    ready_scaler,
-)
-from group import Case, Group
+from cases import MAX_NORM, OURS, SCALER, SCALER_SETTINGS, gradients_of, params_with, ready_scaler
+from harness import Case, Group
 from roofline import in_turn, loop_case
 from shapes import Shapes
 from torch import Tensor, nn
@@ -69,10 +61,8 @@ def build_masters(name: str, shapes: Shapes) -> Group:
 def build_plain(name: str, shapes: Shapes) -> Group:
     """Builds cases with everything in bfloat16, rounded to nearest and stochastically."""
     gradients = gradients_of(shapes, torch.bfloat16, "cpu")
-    cases = our_cases(PLAIN, gradients, "cpu")
-    loops = {case.operation for case in cases}
-    more = our_cases(STOCHASTIC, gradients, "cpu")
-    cases += [case for case in more if case.operation not in loops - {SCALER}]
+    stochastic, _ = our_cases(STOCHASTIC, gradients, "cpu")  # its loops are those of PLAIN
+    cases = [*our_cases(PLAIN, gradients, "cpu"), stochastic]
     return Group(name, shapes, cases, baseline=None)
 
 

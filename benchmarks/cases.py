@@ -7,18 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from group import Case, Group
+from harness import Case, Group
 from roofline import OBJECTS, in_turn, loop_case, objects_case
 from shapes import Shapes
 from torch import nn
 
-from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext import FusedAdamW, GradScaler, digest
 
 Calls = dict[str, Callable[[], object]]
 
 OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
 STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
-HOST = "before pass A"  # the host's work before a step's passes: checks, gathering gradients
 MAX_NORM = 1.0
 # With any other scale, unscaling the same gradients repeatedly would end in subnormals, which are
 # slow. The growth interval keeps the scale from growing.
@@ -38,16 +37,12 @@ BYTES = {
     (FUSED, SCALER): TORCH_UNSCALE + TORCH_CLIP + FUSED_STEP,
     (FOREACH, STEP): FOREACH_STEP,
     (FOREACH, CLIP): TORCH_CLIP + FOREACH_STEP,
-    (OURS, HOST): None,
 }
 READ, UPDATE = "read_fp32", "update_fp32"
-NORM_LOOP, ADAMW_LOOP = "norm_fp32", "adamw_fp32"
-ARITHMETIC = f"{OBJECTS} + {NORM_LOOP} + {ADAMW_LOOP}"
 ROOFLINE = {
     STEP: f"{OBJECTS} + {UPDATE}",
     CLIP: f"{OBJECTS} + {READ} + {UPDATE}",
     SCALER: f"{OBJECTS} + {READ} + {UPDATE}",
-    HOST: OBJECTS,
 }
 
 
@@ -124,17 +119,7 @@ def fp32_loops(optimizer: FusedAdamW) -> list[Case]:
     moments = [[entry[name] for entry in state] for name in ("exp_avg", "exp_avg_sq")]
     objects = objects_case(gradients, params, *moments, [entry["step"] for entry in state])
     read, update = loop_case(READ, gradients), loop_case(UPDATE, gradients, params, *moments)
-    norm, adamw = (
-        loop_case(NORM_LOOP, gradients),
-        loop_case(ADAMW_LOOP, gradients, params, *moments),
-    )
-    return [
-        objects,
-        update,
-        in_turn(objects, update),
-        in_turn(objects, read, update),
-        in_turn(objects, norm, adamw),
-    ]
+    return [objects, update, in_turn(objects, update), in_turn(objects, read, update)]
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
@@ -146,27 +131,19 @@ def ready_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradSca
 def our_calls(optimizer: FusedAdamW, device: str) -> Calls:
     scaler = ready_scaler(GradScaler(device, **SCALER_SETTINGS), device)
 
-    def set_clipping(max_norm: float | None) -> None:
+    def step(max_norm: float | None, stepped: Callable[[], object] = optimizer.step) -> None:
         if optimizer.max_grad_norm != max_norm:  # only in the call before the timed calls
             optimizer.max_grad_norm = max_norm
+        stepped()
 
-    def step(max_norm: float | None) -> None:
-        set_clipping(max_norm)
-        optimizer.step()
-
-    def scaler_step() -> None:
-        set_clipping(MAX_NORM)
+    def scaled_step() -> None:
         scaler.step(optimizer)
         scaler.update()
-
-    def before_work() -> None:
-        optimizer.collect().plan.release()
 
     return {
         STEP: partial(step, None),
         CLIP: partial(step, MAX_NORM),
-        SCALER: scaler_step,
-        HOST: before_work,
+        SCALER: partial(step, MAX_NORM, scaled_step),
     }
 
 
@@ -174,14 +151,44 @@ def torch_calls(params: list[nn.Parameter], implementation: str, device: str) ->
     optimizer = torch.optim.AdamW(params, **{implementation.removeprefix("torch "): True})
     scaler = ready_scaler(torch.amp.GradScaler(device, **SCALER_SETTINGS), device)
 
-    def clip_and_step() -> None:
-        nn.utils.clip_grad_norm_(params, MAX_NORM)
-        optimizer.step()
-
-    def scaler_step() -> None:
+    def scaled_step() -> None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(params, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
 
-    return {STEP: optimizer.step, CLIP: clip_and_step, SCALER: scaler_step}
+    return {
+        STEP: optimizer.step,
+        CLIP: partial(clip_and_step, params, optimizer),
+        SCALER: scaled_step,
+    }
+
+
+def clip_and_step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(params, MAX_NORM)
+    optimizer.step()
+
+
+TRACKED = {
+    OURS: (),
+    f"{OURS}, norms": ("norms",),
+    f"{OURS}, lost updates": ("lost_updates",),
+    f"{OURS}, both": ("norms", "lost_updates"),
+}
+
+
+def build_tracked(name: str, shapes: Shapes) -> Group:
+    """Builds steps that track or that a digest follows, and the same step alone."""
+    gradients = gradients_of(shapes, torch.float32, "cpu")
+    cases = []
+    for implementation, track in TRACKED.items():
+        optimizer = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM, track=track)
+        cases.append(Case(implementation, CLIP, optimizer.step, BYTES[OURS, CLIP]))
+    last = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM)
+
+    def step_and_digest() -> None:
+        last.step()
+        digest(last)
+
+    cases.append(Case(f"{OURS}, then a digest", CLIP, step_and_digest, BYTES[OURS, CLIP] + 12))
+    return Group(name, shapes, cases, baseline=OURS)

@@ -5,72 +5,91 @@ python benchmarks/dtensor_host.py --out out/bench-dtensor-host
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from typing import Any
 
-import report
-from cases import CLIP, FUSED, OURS
-from dtensor_worker import DEFERRED, IMPLEMENTATIONS
-from group import Case, Group
-from ranks import run_ranks
-from rows import Row, find, rows_of
-from targets import Target, at_least
+import harness
+import torch
+import torch.distributed as dist
+from cases import CLIP, FOREACH, FUSED, OURS
+from harness import Call, Case, Group, find, target_line
+from mixed_precision import operators
+from ranks import on_ranks, run_ranks, sample
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 
+from torchopt_ext import FusedAdamW
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers.deferred_clipping import defer_clipping
+
+DEFERRED = f"{OURS}, deferred clipping"
+IMPLEMENTATIONS = (FUSED, FOREACH, OURS, DEFERRED)
 TIMES_AS_FAST = 5.0
 
 
-def targets(rows: list[Row], counted: list[Row]) -> list[Target]:
-    found: list[Target] = []
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for ours in (OURS, DEFERRED):
-            what = f"{name}, {ours.removeprefix(OURS + ', ')}"
-            found += at_least(what, find(rows, name, CLIP, ours), FUSED, TIMES_AS_FAST)
-    for row in counted:
-        if row["implementation"] in (OURS, DEFERRED):
-            few, many = row["operators"]
-            what = f"{row['set']}, {row['implementation']}: no operator for each tensor"
-            found.append(Target(what, f"{few} and {many}", few == many))
-    return found
+def clip_and_step(implementation: str, tensors: int, elements: int) -> Call:
+    """Returns a call that clips and steps sharded parameters with gradients."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.tensors = nn.ParameterList(torch.randn(elements) for _ in range(tensors))
+    fully_shard(model)
+    params = list(model.parameters())
+    for param in params:
+        param.grad = 0.1 * param.detach()
+    settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+    if implementation in (FUSED, FOREACH):
+        how = {implementation.removeprefix("torch "): True}
+        optimizer = torch.optim.AdamW(params, **settings, **how)
+        return lambda: (clip_grad_norm_(params, 1.0, foreach=True), optimizer.step())
+    if implementation == OURS:
+        return OptimizersContainer([model], FusedAdamW, settings | {"max_grad_norm": 1.0}).step
+    container = OptimizersContainer([model], FusedAdamW, settings)
+    clipping = defer_clipping(container)
+    return lambda: (clipping.clip(1.0), container.step())
+
+
+def on_rank(rounds: int, tensors: int, elements: int) -> dict[str, Any]:
+    """Times the implementations on a rank, and counts operators over a tenth and all tensors."""
+    dist.init_process_group("gloo")
+    name = f"{tensors:,} of {elements}, {on_ranks(dist.get_world_size())}"
+    cases = [Case(kind, CLIP, clip_and_step(kind, tensors, elements)) for kind in IMPLEMENTATIONS]
+    group = Group(name, [(elements,)] * tensors, cases, baseline=FUSED)
+    rows, _ = harness.measure([lambda: group], rounds, sample)
+    counted = []
+    for kind in IMPLEMENTATIONS:
+        calls = [clip_and_step(kind, count, elements) for count in (tensors // 10, tensors)]
+        counted.append([name, kind, [operators(call).total() for call in calls]])
+    return {"rows": rows, "counted": counted}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/bench-dtensor-host"))
+    parser = harness.parser(__doc__, "bench-dtensor-host", rounds=31)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--elements", type=int, default=64, help="of each tensor")
     options = parser.parse_args()
-    about = report.environment()
-    about["threads"] = "1 for each rank"
-    rows: list[Row] = []
-    counted: list[Row] = []
-    for ranks in options.ranks:
-        result = run_ranks(
-            "dtensor_worker.py", ranks, options.rounds, options.tensors, options.elements
-        )
-        name = f"{options.tensors:,} of {options.elements}, {ranks} rank{'s' * (ranks > 1)}"
-        cases = [Case(each, CLIP, lambda: None, None) for each in IMPLEMENTATIONS]
-        group = Group(name, [(options.elements,)] * options.tensors, cases, FUSED)
-        rows += rows_of(name, group, [result["samples"][each] for each in IMPLEMENTATIONS])
-        counted += [
-            {"set": name, "implementation": each, "operators": result["operators"][each]}
-            for each in IMPLEMENTATIONS
-        ]
+    about = harness.start(options)
+    sizes = (options.rounds, options.tensors, options.elements)
+    results = [run_ranks(on_rank, n, *sizes) for n in options.ranks]
+    rows = [row for result in results for row in result["rows"]]
+    counted = [line for result in results for line in result["counted"]]
+    targets = []
+    for name, kind, (few, many) in counted:
+        if kind in (OURS, DEFERRED):
+            row = find(rows, name, CLIP, kind)
+            times = row and row["times_as_fast_as"][FUSED]
+            targets += [
+                target_line(f"{name}, {kind}: times as fast as {FUSED}", times, TIMES_AS_FAST),
+                target_line(f"{name}, {kind}: operators for more tensors", many - few, 0, False),
+            ]
     header = ("tensors", "implementation", f"{options.tensors // 10:,}", f"{options.tensors:,}")
-    lines = [
-        (row["set"], row["implementation"], *(f"{n:,}" for n in row["operators"]))
-        for row in counted
-    ]
-    reached = targets(rows, counted)
     sections = {
-        "Operators that a step dispatches, by the number of tensors": report.table(
-            header, lines, 2
-        ).splitlines(),
-        "Targets": [str(target) for target in reached],
+        "Operators that a step dispatches, by the number of tensors": harness.lines_of(
+            header, [(name, kind, *(f"{n:,}" for n in of)) for name, kind, of in counted], 2
+        ),
+        "Targets": [] if options.quick else targets,
     }
-    content = {"counted": counted, "targets": [vars(target) for target in reached]}
-    print(report.write(sections, rows, about, content, options.out))
+    harness.write(options.out / "dtensor_host", about, rows, sections, counted=counted)
 
 
 if __name__ == "__main__":

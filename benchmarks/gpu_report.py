@@ -3,7 +3,7 @@
 python benchmarks/gpu_report.py --out build/gpu-report
 
 Sections run one after another, the most important first, each in a separate process with its own
-time limit. report.json, report.txt and report.svg are written after each section. A section that
+time limit. report.json and report.txt are written after each section. A section that
 fails or runs out of time is recorded, and the next section runs. Exit status: 0 if all passed, 1 if
 some did not, 2 without a GPU.
 """
@@ -11,7 +11,6 @@ some did not, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import html
 import importlib.util
 import itertools
 import json
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Row, find, number, target_line
 
 from torchopt_ext.cli.terminal import table
 from torchopt_ext.cli.timing import environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-Row = dict[str, Any]
 
 PASSED, FAILED, TIMED_OUT, SKIPPED = "passed", "failed", "ran out of time", "skipped"
 LEAST_SECONDS = 5.0  # a section is not started with less time left
@@ -176,12 +175,6 @@ def collect(outcome: Outcome, out: Path) -> None:
                 outcome.notes.append(f"{case.get('name')}: {message}")
 
 
-def find(rows: Sequence[Row], name: str, operation: str, implementation: str) -> Row | None:
-    key = (name, operation, implementation)
-    matching = (r for r in rows if (r["set"], r["operation"], r["implementation"]) == key)
-    return next(matching, None)
-
-
 def grouped(rows: Sequence[Row]) -> list[list[Row]]:
     """Groups the rows by set and operation."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -219,15 +212,10 @@ TARGETS: list[tuple[tuple[str, str, str], str, float, bool]] = [
 
 def target_lines(rows: Sequence[Row]) -> list[str]:
     lines = []
-    for key, what, bound, at_least in TARGETS:
-        row = find(rows, *key)
-        value = row.get(what) if row else None
-        name = f"{', '.join(key)}: {what.replace('_', ' ')} {'>=' if at_least else '<='} {bound:g}"
-        if value is None:
-            lines.append(f"not measured  {name}")
-        else:
-            met = value >= bound if at_least else value <= bound
-            lines.append(f"{'met          ' if met else 'NOT MET      '} {name}: {value:.3g}")
+    for key, figure, bound, at_least in TARGETS:
+        row = find(rows, *key) or {}
+        what = f"{', '.join(key)}: {figure.replace('_', ' ')}"
+        lines.append(target_line(what, row.get(figure), bound, at_least))
     return lines
 
 
@@ -235,21 +223,21 @@ HEADER = ("tensors", "operation", "implementation", "ms", "wall ms", "host us", 
 HEADER += ("x torch",)
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    def number(key: str, shown: str, times: float = 1.0) -> str:
-        return format(times * row[key], shown) if row.get(key) is not None else "-"
+FIGURES = {
+    "milliseconds": ".4g",
+    "wall_milliseconds": ".4g",
+    "host_microseconds": ",.0f",
+    "gigabytes_per_second": ",.0f",
+    "percent of a copy": ".1f",
+    "times_as_fast": ".2f",
+}
 
-    return (
-        row["set"],
-        row["operation"],
-        row["implementation"],
-        number("milliseconds", ".4g"),
-        number("wall_milliseconds", ".4g"),
-        number("host_microseconds", ",.0f"),
-        number("gigabytes_per_second", ",.0f"),
-        number("of_copy", ".1f", 100),
-        number("times_as_fast", ".2f"),
-    )
+
+def cells(row: Row) -> tuple[str, ...]:
+    named = (row["set"], row["operation"], row["implementation"])
+    if "of_copy" in row:
+        row = row | {"percent of a copy": 100 * row["of_copy"]}
+    return (*named, *(number(row.get(figure), form) for figure, form in FIGURES.items()))
 
 
 def text_of(about: dict[str, Any], outcomes: list[Outcome]) -> str:
@@ -264,41 +252,6 @@ def text_of(about: dict[str, Any], outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-BAR, LABEL, LINE = 420, 430, 20  # pixels
-
-
-def chart_of(about: dict[str, Any], rows: list[Row]) -> str:
-    """Draws bars of milliseconds for groups of several rows, to one scale in a group."""
-    parts = []
-    y = 2 * LINE
-    for group in grouped(rows):
-        if len(group) == 1:
-            continue
-        longest = max(row["milliseconds"] for row in group)
-        y += LINE // 2
-        for row in group:
-            length = BAR * row["milliseconds"] / longest
-            label = html.escape(f"{row['set']}, {row['operation']}, {row['implementation']}")
-            shown = f"{row['milliseconds']:.4g} ms"
-            if row.get("of_copy"):
-                shown += f", {100 * row['of_copy']:.0f} % of a copy"
-            color = "#1b6ca8" if row["implementation"].startswith(OURS) else "#b8b8b8"
-            parts += [
-                f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{label}</text>',
-                f'<rect x="{LABEL}" y="{y + 2}" width="{length:.1f}" height="15" fill="{color}"/>',
-                f'<text x="{LABEL + length + 5:.1f}" y="{y + 13}">{shown}</text>',
-            ]
-            y += LINE
-    device = html.escape(f"One step on {about.get('device', 'no GPU')}, torch {about['torch']}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + BAR + 190}" height="{y + LINE}" '
-        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="12" y="22" font-size="14">{device}: milliseconds, lower is better</text>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
-
-
 def write(about: dict[str, Any], outcomes: list[Outcome], out: Path) -> str:
     rows = [row for outcome in outcomes for row in outcome.rows]
     add_ratios(rows)
@@ -306,7 +259,6 @@ def write(about: dict[str, Any], outcomes: list[Outcome], out: Path) -> str:
     content = {"environment": about, "sections": [asdict(outcome) for outcome in outcomes]}
     (out / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     (out / "report.txt").write_text(text)
-    (out / "report.svg").write_text(chart_of(about, rows))
     return text
 
 
@@ -347,7 +299,7 @@ def main() -> int:
     out.mkdir(parents=True)
     outcomes = run_all(todo, out, options.since + options.seconds)
     print((out / "report.txt").read_text())
-    print(f"written to {out}: report.txt, report.json, report.svg")
+    print(f"written to {out}: report.txt, report.json")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from adapt_cases import BYTES as ADAPTED_BYTES
-from adapt_cases import IMPLEMENTATIONS, step_of
-from adapt_cases import STEP as ADAPTED
 from bf16_cases import BYTES as BF16_BYTES
 from bf16_cases import MASTERS, PLAIN, PREALLOCATED, REMAINDER, TorchMasters, our_cases
 from cases import (
@@ -32,19 +28,21 @@ from cases import (
     OURS,
     SCALER,
     STEP,
+    clip_and_step,
     fp32_cases,
     gradients_of,
     params_with,
 )
-from group import Case
+from harness import Call, Case, Row, wall_milliseconds
+from mixed_precision import BYTES as ADAPTED_BYTES
+from mixed_precision import STEP as ADAPTED
+from mixed_precision import step_of
+from peers import GPU, SETTINGS
 from shapes import BILLION, GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
-from torch import nn
 
 from torchopt_ext import FusedAdamW, ops
 
-Row = dict[str, Any]
 Rows = Iterator[Row]
-Call = Callable[[], object]
 T = TypeVar("T")
 
 COPY, NORM, UPDATE = "copy", "pass A", "pass B"
@@ -55,7 +53,6 @@ FLUSHED = "caches flushed"
 SECONDS, SAMPLES = 3.0, 20  # at most, for one case
 # Longer than any call here takes the host: at least 30 ms at the clock rates of current GPUs.
 SLEEP_CYCLES = 60_000_000
-LR = 1e-3
 
 
 def device_milliseconds(call: Call) -> float:
@@ -79,10 +76,6 @@ def host_and_wall_milliseconds(call: Call) -> tuple[float, float]:
     returned = time.perf_counter_ns()
     wait()
     return (returned - start) / 1e6, (time.perf_counter_ns() - start) / 1e6
-
-
-def wall_milliseconds(call: Call) -> float:
-    return host_and_wall_milliseconds(call)[1]
 
 
 def samples_of(clock: Callable[[Call], T], call: Call, most: int = SAMPLES) -> list[T]:
@@ -219,16 +212,11 @@ def bf16(bench: Bench) -> Rows:
         del call, params
 
 
-def clip_and_step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(params, MAX_NORM)
-    optimizer.step()
-
-
 def small(bench: Bench) -> Rows:
     """Times 2,000 tensors of 1,000, eager and captured."""
     count = parameters(bench.sets[SMALL])
     gradients = bench.gradients(SMALL, torch.float32)
-    lr = torch.tensor(LR, device=bench.device)
+    lr = torch.tensor(1e-3, device=bench.device)
     ours = FusedAdamW(params_with(gradients), lr=lr, max_grad_norm=MAX_NORM)
     theirs = params_with(gradients)
     capturable = bench.device == "cuda"
@@ -268,7 +256,7 @@ def captured(call: Call) -> Call:
 def adapters(bench: Bench) -> Rows:
     """Times FSDPadaptOptimizer, whose step waits for the device, and torch operators."""
     for name in (GPT2, SMALL):
-        for implementation in IMPLEMENTATIONS:
+        for implementation in ADAPTED_BYTES:
             gradients = bench.gradients(name, torch.bfloat16)
             call = step_of(implementation, gradients)
             case = Case(implementation, ADAPTED, call, ADAPTED_BYTES[implementation])
@@ -276,35 +264,26 @@ def adapters(bench: Bench) -> Rows:
             del case, call, gradients
 
 
-# Library, module and class. Classes with 8-bit moments step bf16 parameters.
-PEERS = [
-    ("apex", "apex.optimizers", "FusedAdam"),
-    ("TransformerEngine", "transformer_engine.pytorch.optimizers", "FusedAdam"),
-    ("bitsandbytes", "bitsandbytes.optim", "AdamW"),
-    ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
-    ("torchao", "torchao.optim", "AdamW8bit"),
-]
-
-
 def peers(bench: Bench) -> Rows:
     """Times steps that neither clip nor check: ours with 8-bit moments, then other libraries'."""
-    found: list[tuple[str, bool, Callable[..., Any]]] = []
+    made: list[tuple[str, bool, Callable[..., Any]]] = []
     for remainder, name in ((None, "8-bit moments"), ("remainder8", "8-bit moments, remainder")):
-        settings = {"state_dtype": torch.int8, "master_weights": remainder}
-        found.append((f"{OURS}, {name}", True, partial(FusedAdamW, **settings)))
-    for library, module, kind in PEERS:
+        settings = {**SETTINGS, "state_dtype": torch.int8, "master_weights": remainder}
+        ours = partial(FusedAdamW, **settings)
+        made.append((f"{OURS}, {name}", True, lambda g, ours=ours: ours(params_with(g))))
+    for peer in GPU:
         try:
-            made = getattr(importlib.import_module(module), kind)
+            peer.load()
         except ImportError as error:
-            yield {"note": f"{library}: {error}"}
-            continue
-        found.append((f"{library} {kind}", "8bit" in kind, made))
+            yield {"note": str(error)}
+        else:
+            made.append((peer.name, peer.eight_bits, peer.make))
     for name in (BILLION, GPT2, SMALL):
-        for implementation, narrow, make in found:
+        for implementation, narrow, make in made:
             if narrow and name == SMALL:
                 continue
             gradients = bench.gradients(name, torch.bfloat16 if narrow else torch.float32)
-            optimizer = make(params_with(gradients), lr=LR)
+            optimizer = make(gradients)
             moved = None if narrow else BYTES[FUSED, STEP] * parameters(bench.sets[name])
             types = f", {BF16}" if narrow else ""
             yield bench.row(name + types, STEP, implementation, moved, optimizer.step)

@@ -5,134 +5,146 @@ python benchmarks/mixed_precision.py --out out/bench-mixed-precision
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import json
-import os
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
-import report
+import harness
 import torch
-from adapt_cases import FUSED, IMPLEMENTATIONS, PLAIN, STEP, build_adapters, step_of
 from cases import gradients_of
-from measure import measure
-from native import shared_library
-from operators import Operators
-from rows import Row, find
-from shapes import GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
-from targets import Target, at_least
-from timing import Flush, wall_milliseconds
+from harness import Call, Case, Group, find, target_line
+from shapes import GPT2, QUICK_SETS, SETS, SMALL, Shapes
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchopt_ext import _C, FSDPadaptOptimizer, FusedAdamW
+
+FUSED = "FSDPadaptOptimizer, FusedAdamW"
+ANY = "FSDPadaptOptimizer, torch AdamW fused"
+PLAIN = "torch operators, torch AdamW fused"
+STEP = "check+clip+step"
 MOST_OPERATORS = 6  # of ours in a step, for any number of tensors
 
+# Bytes per parameter. Ours with FusedAdamW: g 2, then g 2, master, m, v 24, p written 2. Ours with
+# another base: g 2, then g 2 and fp32 gradient written 4, the base 28, master 4 and p written 2.
+# Operators: cast to double 10, its norm 8, cast to float 6, product 8, the base 28, copy back 6.
+BYTES = {FUSED: 30, ANY: 42, PLAIN: 66}
 
-def operators(implementation: str, shapes: Shapes) -> dict[str, int]:
-    """Counts the operators of one step, and those of them that torch's AdamW calls."""
-    call = step_of(implementation, gradients_of(shapes, torch.bfloat16, "cpu"))
+
+class PlainAdapter:
+    """LightRFT's step without overflow, operator by operator."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float = 1.0) -> None:
+        self.optimizer, self.clip = optimizer, clip
+        self.scale = torch.ones(1)
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        for group in optimizer.param_groups:
+            params = group["params"]
+            group["params"] = [param.detach().float() for param in params]
+            self.pairs += zip(params, group["params"], strict=True)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        norms = [param.grad.double().norm(2) for param, _ in self.pairs]
+        norm = torch.stack(norms).square().sum().sqrt()
+        if not torch.isfinite(norm):
+            return False
+        scale = self.scale.item()
+        combined = scale * torch.clamp((norm / scale + 1e-6) / self.clip, min=1.0)
+        for param, master in self.pairs:
+            master.grad = param.grad.to(torch.float32)
+        for _, master in self.pairs:
+            master.grad.mul_(1.0 / combined)
+        self.optimizer.step()
+        for param, master in self.pairs:
+            param.grad = master.grad = None
+            param.copy_(master)
+        return True
+
+
+def adapter(
+    implementation: str, params: Sequence[nn.Parameter]
+) -> FSDPadaptOptimizer | PlainAdapter:
+    if implementation == FUSED:
+        return FSDPadaptOptimizer(FusedAdamW(params))
+    base = torch.optim.AdamW(params, fused=True)
+    return FSDPadaptOptimizer(base) if implementation == ANY else PlainAdapter(base)
+
+
+def step_of(implementation: str, gradients: list[Tensor]) -> Call:
+    """Returns a call that sets the parameters' gradients, which a step clears, and steps."""
+    holders = [nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+    for holder, gradient in zip(holders, gradients, strict=True):
+        holder.grad = gradient
+    params = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
+    optimizer = adapter(implementation, params)
+
+    def call() -> None:
+        _C.share_gradients(list(params), holders)
+        optimizer.step()
+
+    return call
+
+
+def build_adapters(name: str, shapes: Shapes, device: str = "cpu") -> Group:
+    gradients = gradients_of(shapes, torch.bfloat16, device)
+    cases = [Case(kind, STEP, step_of(kind, gradients), BYTES[kind]) for kind in BYTES]
+    return Group(name, shapes, cases, baseline=PLAIN)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, except the profiler's marks and operators inside DTensor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not str(func).startswith("profiler"):
+            self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(call: Call) -> Counter[str]:
+    """Counts the operators that a step dispatches, after a first step that creates state."""
     call()
     with Operators() as seen:
         call()
-    base = sum(n for name, n in seen.count.items() if "fused_adamw" in name or "foreach" in name)
-    return {"all": seen.count.total(), "base": base}
-
-
-def peak_bytes(names: list[str]) -> dict[str, dict[str, int]]:
-    """Returns the peak memory of a step above what was held before it."""
-    with shared_library("allocations.cpp") as library:
-        environment = os.environ | {"LD_PRELOAD": str(library)}
-        command = [sys.executable, __file__, "--count-allocations", *names]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
-
-
-def count_in_this_process(names: list[str]) -> dict[str, dict[str, int]]:
-    preloaded = ctypes.CDLL(None)
-    count, peak = ctypes.c_int64(), ctypes.c_int64()
-    found: dict[str, dict[str, int]] = {}
-    for name in names:
-        for implementation in IMPLEMENTATIONS:
-            call = step_of(implementation, gradients_of(SETS[name], torch.bfloat16, "cpu"))
-            for _ in range(2):  # the first call creates state
-                call()
-            preloaded.allocations_start()
-            call()
-            preloaded.allocations_stop(ctypes.byref(count), ctypes.byref(peak))
-            found.setdefault(name, {})[implementation] = peak.value
-    return found
-
-
-def targets(rows: list[Row], counted: list[Row]) -> list[Target]:
-    found = [
-        *at_least(f"{GPT2}, bf16", find(rows, GPT2, STEP, FUSED), PLAIN, 2.2),
-        *at_least(f"{SMALL}, bf16", find(rows, SMALL, STEP, FUSED), PLAIN, 4.0),
-    ]
-    for row in counted:
-        if row["implementation"] == PLAIN:
-            continue
-        ours = row["operators"]["all"] - row["operators"]["base"]
-        what = f"{row['set']}, {row['implementation']}: at most {MOST_OPERATORS} operators of ours"
-        found.append(Target(what, str(ours), ours <= MOST_OPERATORS))
-        if row["implementation"] == FUSED and "peak_bytes" in row:
-            what = f"{row['set']}: the step makes no fp32 gradients"
-            found.append(
-                Target(what, f"{row['peak_bytes']:,} bytes", row["peak_bytes"] < row["parameters"])
-            )
-    return found
-
-
-def counted_table(counted: list[Row]) -> list[str]:
-    header = ("tensors", "implementation", "operators", "of them the base's", "peak bytes/param")
-    lines = [
-        (
-            row["set"],
-            row["implementation"],
-            f"{row['operators']['all']:,}",
-            f"{row['operators']['base']:,}",
-            f"{row['peak_bytes'] / row['parameters']:.3f}" if "peak_bytes" in row else "-",
-        )
-        for row in counted
-    ]
-    return report.table(header, lines, 2).splitlines()
+    return seen.count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/bench-mixed-precision"))
-    parser.add_argument("--rounds", type=int, default=11)
+    parser = harness.parser(__doc__, "bench-mixed-precision", rounds=11)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="tiny tensors, to try the program")
-    parser.add_argument("--count-allocations", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.count_allocations:
-        print(json.dumps(count_in_this_process(options.count_allocations)))
-        return
+    about = harness.start(options, options.threads)
     sets = QUICK_SETS if options.quick else SETS
-    names = [GPT2, SMALL]
-    about = report.environment()
-    builds = [partial(build_adapters, name, sets[name]) for name in names]
-    rounds = 2 if options.quick else options.rounds
-    rows, _ = measure(builds, rounds, wall_milliseconds, partial(Flush, 256, "cpu"))
-    peaks = {} if options.quick else peak_bytes(names)
-    counted: list[Row] = []
+    names = (GPT2, SMALL)
+    rows, _ = harness.measure(
+        [partial(build_adapters, name, sets[name]) for name in names], options.rounds
+    )
+    targets = []
+    for name, bound in zip(names, (2.2, 4.0), strict=True):
+        row = find(rows, name, STEP, FUSED)
+        times = row and row["times_as_fast_as"][PLAIN]
+        targets.append(target_line(f"{name}, bf16: times as fast", times, bound))
+    lines = []
     for name in names:
-        for implementation in IMPLEMENTATIONS:
-            row: Row = {"set": name, "implementation": implementation}
-            row["parameters"] = parameters(sets[name])
-            row["operators"] = operators(implementation, sets[name])
-            if peaks:
-                row["peak_bytes"] = peaks[name][implementation]
-            counted.append(row)
-    reached = [] if options.quick else targets(rows, counted)
+        for kind in BYTES:
+            seen = operators(step_of(kind, gradients_of(sets[name], torch.bfloat16, "cpu")))
+            base = sum(n for op, n in seen.items() if "fused_adamw" in op or "foreach" in op)
+            lines.append((name, kind, f"{seen.total():,}", f"{base:,}"))
+            if kind != PLAIN:
+                what = f"{name}, {kind}: operators of ours"
+                targets.append(target_line(what, seen.total() - base, MOST_OPERATORS, False))
     sections = {
-        "One step: operators dispatched, and the most memory it holds": counted_table(counted),
-        "Targets": [str(target) for target in reached],
+        "Operators that one step dispatches": harness.lines_of(
+            ("tensors", "implementation", "operators", "of them the base's"), lines, 2
+        ),
+        "Targets": [] if options.quick else targets,
     }
-    content = {"counted": counted, "targets": [vars(target) for target in reached]}
-    print(report.write(sections, rows, about, content, options.out))
+    harness.write(options.out / "mixed_precision", about, rows, sections, operators=lines)
 
 
 if __name__ == "__main__":

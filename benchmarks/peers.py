@@ -1,140 +1,84 @@
-"""Other libraries' AdamW on the CPU, if installed. None of them clips in its step."""
+"""Other libraries' AdamW, if installed. None of them clips in its step. See README.md."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from bf16_cases import INT8, OPTIONS
 from cases import FUSED, OURS, STEP, fp32_cases, gradients_of, params_with
-from group import Case, Group
+from harness import Case, Group
 from shapes import Shapes
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from torchopt_ext import FusedAdamW
 
-LR, DECAY = 1e-3, 1e-2  # torch's defaults; other libraries' differ
+SETTINGS = {"lr": 1e-3, "weight_decay": 1e-2}  # torch's defaults; other libraries' differ
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer of another library. ``make`` raises ImportError if it is not installed."""
+    """An optimizer of another library: class ``kind`` of ``module``."""
 
-    name: str
-    package: str
-    lacks: str
-    make: Callable[[list[nn.Parameter]], Optimizer]
-    rounds: int
+    library: str
+    module: str
+    kind: str
+    rounds: int = 15  # on the CPU, at most
+
+    @property
+    def name(self) -> str:
+        return f"{self.library} {self.kind}"
+
+    @property
+    def eight_bits(self) -> bool:
+        return "8bit" in self.kind
 
     def __str__(self) -> str:
         try:
-            installed = f" ({self.package} {version(self.package)})"
+            return f"{self.name} ({version(self.library)})"
         except PackageNotFoundError:
-            installed = ""
-        return f"{self.name}{installed}: {self.lacks}"
+            return self.name
+
+    def load(self) -> Any:
+        """Returns the class.
+
+        Raises:
+            ImportError: the library is not installed, or lacks the class.
+        """
+        # DeepSpeed compiles its operator, and searches PATH for ninja, which is next to python.
+        beside = str(Path(sys.executable).parent)
+        if beside not in os.environ["PATH"].split(os.pathsep):
+            os.environ["PATH"] += os.pathsep + beside
+        try:
+            return getattr(importlib.import_module(self.module), self.kind)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(f"{self.name}: pip install {self.library} ({error})") from error
+
+    def make(self, gradients: list[Tensor]) -> Any:
+        """Returns the optimizer over parameters with these gradients."""
+        return self.load()(params_with(gradients), **SETTINGS)
 
 
-def torchao(params: list[nn.Parameter]) -> Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(params, lr=LR, weight_decay=DECAY)
-
-
-def bitsandbytes(params: list[nn.Parameter]) -> Optimizer:
-    import bitsandbytes as bnb
-
-    return bnb.optim.AdamW(params, lr=LR, weight_decay=DECAY)
-
-
-def bitsandbytes_8bit(params: list[nn.Parameter]) -> Optimizer:
-    import bitsandbytes as bnb
-
-    return bnb.optim.AdamW8bit(params, lr=LR, weight_decay=DECAY)
-
-
-def deepspeed(params: list[nn.Parameter]) -> Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    # DeepSpeed compiles its operator and searches PATH for ninja, which pip puts next to python.
-    beside = str(Path(sys.executable).parent)
-    if beside not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] += os.pathsep + beside
-    return DeepSpeedCPUAdam(params, lr=LR, weight_decay=DECAY)
-
-
-PEERS = [
-    Peer(
-        "DeepSpeedCPUAdam",
-        "deepspeed",
-        "the step alone, without clipping or overflow check; one call for each tensor; compiles "
-        "itself on first use",
-        deepspeed,
-        rounds=15,
-    ),
-    Peer(
-        "bitsandbytes AdamW",
-        "bitsandbytes",
-        "the 32-bit step alone, without clipping or overflow check; made for GPUs, on the CPU "
-        "it is written in torch operators",
-        bitsandbytes,
-        rounds=5,
-    ),
-    Peer(
-        "torchao AdamW8bit",
-        "torchao",
-        "the step alone, without clipping or overflow check; moments of 8 bits (32 in tensors "
-        "below 4,096 elements), so it saves memory where the others are accurate; made for GPUs",
-        torchao,
-        rounds=3,
-    ),
+BITSANDBYTES_8BIT = Peer("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", rounds=5)
+TORCHAO_8BIT = Peer("torchao", "torchao.optim", "AdamW8bit", rounds=3)
+EIGHT_BITS = (BITSANDBYTES_8BIT, TORCHAO_8BIT)
+CPU = [
+    Peer("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+    Peer("bitsandbytes", "bitsandbytes.optim", "AdamW", rounds=5),
+    TORCHAO_8BIT,
 ]
-
-BITSANDBYTES_8BIT, TORCHAO_8BIT = "bitsandbytes AdamW8bit", "torchao AdamW8bit"
-# 8-bit optimizers over bf16 weights, which they round to nearest.
-PEERS_8BIT = [
-    Peer(
-        BITSANDBYTES_8BIT,
-        "bitsandbytes",
-        "the step alone on bf16 weights; blocks of 256 elements",
-        bitsandbytes_8bit,
-        rounds=5,
-    ),
-    Peer(
-        TORCHAO_8BIT,
-        "torchao",
-        "the step alone on bf16 weights; blocks of 256 elements",
-        torchao,
-        rounds=3,
-    ),
+GPU = [
+    Peer("apex", "apex.optimizers", "FusedAdam"),
+    Peer("TransformerEngine", "transformer_engine.pytorch.optimizers", "FusedAdam"),
+    Peer("bitsandbytes", "bitsandbytes.optim", "AdamW"),
+    *EIGHT_BITS,
 ]
-
-
-def build_peer_8bit(peer: Peer, name: str, shapes: Shapes) -> Group:
-    """Builds the peer's step over bf16 weights, and ours with 8-bit moments and remainders.
-
-    Raises:
-        ImportError: the peer is not installed.
-    """
-    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
-    ours = FusedAdamW(params_with(gradients), lr=LR, weight_decay=DECAY, **OPTIONS[INT8])
-    cases = [
-        Case(peer.name, STEP, made(peer, gradients).step, None),
-        Case(INT8, STEP, ours.step, None),
-    ]
-    return Group(name, shapes, cases, baseline=peer.name, rounds=peer.rounds)
-
-
-def made(peer: Peer, gradients: list[Tensor]) -> Optimizer:
-    try:
-        return peer.make(params_with(gradients))
-    except ImportError as error:
-        raise ImportError(f"{peer.name}: not installed: pip install {peer.package}") from error
 
 
 def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
@@ -144,7 +88,19 @@ def build_peer(peer: Peer, name: str, shapes: Shapes) -> Group:
         ImportError: the peer is not installed.
     """
     gradients = gradients_of(shapes, torch.float32, "cpu")
-    cases = [Case(peer.name, STEP, made(peer, gradients).step, None)]
+    cases = [Case(peer.name, STEP, peer.make(gradients).step)]
     for implementation in (OURS, FUSED):
         cases += fp32_cases(implementation, gradients, "cpu", (STEP,), loops=False)
     return Group(name, shapes, cases, baseline=FUSED, shown=(peer.name,), rounds=peer.rounds)
+
+
+def build_peer_8bit(peer: Peer, name: str, shapes: Shapes) -> Group:
+    """Builds the peer's step over bf16 weights, and ours with 8-bit moments and remainders.
+
+    Raises:
+        ImportError: the peer is not installed.
+    """
+    gradients = gradients_of(shapes, torch.bfloat16, "cpu")
+    ours = FusedAdamW(params_with(gradients), **SETTINGS, **OPTIONS[INT8])
+    cases = [Case(peer.name, STEP, peer.make(gradients).step), Case(INT8, STEP, ours.step)]
+    return Group(name, shapes, cases, baseline=peer.name, rounds=peer.rounds)

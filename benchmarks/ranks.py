@@ -1,7 +1,9 @@
-"""Runs a measurement on gloo ranks of this machine."""
+"""Runs a measurement on gloo ranks of this machine: ranks.py OUT MODULE FUNCTION ARGUMENTS."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -17,12 +19,17 @@ import torch.distributed as dist
 
 
 def run_ranks(
-    worker: str, ranks: int, *arguments: object, threads: int = 1, log: Path | None = None
-) -> dict[str, Any]:
-    """Runs `worker`, a program of this folder, on ranks, and returns the JSON that rank 0 writes.
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: object,
+    threads: int = 1,
+    log: Path | None = None,
+) -> Any:
+    """Calls a function of a module of this folder on ranks, and returns rank 0's result.
 
     Args:
-        arguments: of the worker, after the file to write.
+        function: returns a value of JSON's types.
+        arguments: the function's, of JSON's types.
         threads: of each rank.
         log: the file for the ranks' output.
     """
@@ -31,13 +38,14 @@ def run_ranks(
         command = [
             *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
             *["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"],
-            *[str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
+            *[__file__, str(out), Path(inspect.getfile(function)).stem, function.__name__],
+            json.dumps(arguments),
         ]
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
         with open(log or os.devnull, "w") as file:
             output = None if log is None else file
             subprocess.run(command, env=env, check=True, stdout=output, stderr=output)
-        return dict(json.loads(out.read_text()))
+        return json.loads(out.read_text())
 
 
 def sample(call: Callable[[], object]) -> float:
@@ -48,3 +56,22 @@ def sample(call: Callable[[], object]) -> float:
     spent = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
     dist.all_reduce(spent, dist.ReduceOp.MAX)
     return float(spent)
+
+
+def on_ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def main() -> None:
+    out, module, function, arguments = sys.argv[1:]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,4 @@
-// Plain loops over the streams of a step's two passes show what memory allows. The last two loops
-// also compute what a step cannot do without, in the plainest way: a norm and AdamW.
+// Plain loops over the streams of a step's two passes show what memory allows.
 //
 // Every loop has the same signature. streams[s][t] is tensor t of stream s, in the order given
 // at the loop. Each thread takes one equal, contiguous share of all elements.
@@ -7,9 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
-#include <cmath>
 #include <cstdint>
+#include <utility>
 
 using Streams = void* const* const*;
 
@@ -38,109 +36,48 @@ void for_each_share(const int64_t* sizes, int64_t tensors, int threads, const Bo
   }
 }
 
-template <typename T>
-T* at(Streams streams, int stream, int64_t tensor, int64_t element) {
-  return static_cast<T*>(streams[stream][tensor]) + element;
-}
-
 // Integer sums vectorize without permission to reorder floating-point operations.
 template <typename Word>
 void read(Streams streams, const int64_t* sizes, int64_t tensors, int threads) {
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    const Word* g = at<Word>(streams, 0, t, from);
+    const Word* g = static_cast<Word*>(streams[0][t]);
     Word sum = 0;
-    for (int64_t i = 0; i < to - from; ++i) sum += g[i];
+    for (int64_t i = from; i < to; ++i) sum += g[i];
     sink.fetch_add(sum, std::memory_order_relaxed);
   });
 }
 
-float widen(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-
-uint16_t narrow(float x) {  // to nearest even
-  const auto bits = std::bit_cast<uint32_t>(x);
-  return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
-void fp32(const float* __restrict g, float* __restrict p, float* __restrict m, float* __restrict v,
-          int64_t n, float k) {
+// Reads the gradients, and reads and writes the other streams.
+template <typename Gradient, typename... Rewritten>
+void rewrite(const Gradient* __restrict g, int64_t n, Gradient mask,
+             Rewritten* __restrict... streams) {
   for (int64_t i = 0; i < n; ++i) {
-    const float x = k * g[i];
-    p[i] += x;
-    m[i] += x;
-    v[i] += x;
+    const auto bits = static_cast<Gradient>(g[i] & mask);
+    ((streams[i] ^= static_cast<Rewritten>(bits)), ...);
   }
 }
 
-// AdamW. All factors are k = 0, which keeps the values.
-void adamw(const float* __restrict g, float* __restrict p, float* __restrict m, float* __restrict v,
-           int64_t n, float k) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float x = (1.0F - k) * g[i];
-    m[i] += k * (x - m[i]);
-    v[i] += k * (x * x - v[i]);
-    p[i] -= k * p[i] + k * (m[i] / (std::sqrt(v[i]) + 1e-8F));
-  }
+template <typename Gradient, typename... Rewritten>
+void update(Streams streams, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    const auto* g = static_cast<const Gradient*>(streams[0][t]) + from;
+    const auto rewritten = [&]<size_t... I>(std::index_sequence<I...>) {
+      rewrite(g, to - from, Gradient{zero}, static_cast<Rewritten*>(streams[1 + I][t]) + from...);
+    };
+    rewritten(std::index_sequence_for<Rewritten...>{});
+  });
 }
 
-double sum_of_squares(const float* g, int64_t n) {
-  constexpr int kLanes = 32;  // independent sums, which vectorize
-  double sums[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const double x = g[i + lane];
-      sums[lane] += x * x;
-    }
-  }
-  double total = 0.0;
-  for (; i < n; ++i) total += double{g[i]} * g[i];
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
-void bf16_master(const uint16_t* __restrict g, float* __restrict master, float* __restrict m,
-                 float* __restrict v, uint16_t* __restrict p, int64_t n, float k) {
+// As `rewrite`, and writes the master's upper half into the parameter.
+void rewrite_master(const uint16_t* __restrict g, uint32_t* __restrict master,
+                    uint32_t* __restrict m, uint32_t* __restrict v, uint16_t* __restrict p,
+                    int64_t n, uint16_t mask) {
   for (int64_t i = 0; i < n; ++i) {
-    const float x = k * widen(g[i]);
-    const float w = master[i] + x;
-    master[i] = w;
-    p[i] = narrow(w);
-    m[i] += x;
-    v[i] += x;
-  }
-}
-
-void bf16_remainder(const uint16_t* __restrict g, uint16_t* __restrict p, uint16_t* __restrict r,
-                    float* __restrict m, float* __restrict v, int64_t n, uint16_t k) {
-  for (int64_t i = 0; i < n; ++i) {
-    const auto bits = static_cast<uint16_t>(g[i] & k);
-    const float x = widen(bits);
-    p[i] ^= bits;
-    r[i] ^= bits;
-    m[i] += x;
-    v[i] += x;
-  }
-}
-
-void bf16(const uint16_t* __restrict g, uint16_t* __restrict p, uint16_t* __restrict m,
-          uint16_t* __restrict v, int64_t n, uint16_t k) {
-  for (int64_t i = 0; i < n; ++i) {
-    const auto bits = static_cast<uint16_t>(g[i] & k);
-    p[i] ^= bits;
+    const uint32_t bits = g[i] & mask;
+    master[i] ^= bits;
+    p[i] = static_cast<uint16_t>(master[i] >> 16);
     m[i] ^= bits;
     v[i] ^= bits;
-  }
-}
-
-void bf16_int8(const uint16_t* __restrict g, uint16_t* __restrict p, uint8_t* __restrict r,
-               uint8_t* __restrict m, uint8_t* __restrict v, int64_t n, uint16_t k) {
-  for (int64_t i = 0; i < n; ++i) {
-    const auto bits = static_cast<uint16_t>(g[i] & k);
-    const auto byte = static_cast<uint8_t>(bits);
-    p[i] ^= bits;
-    r[i] ^= byte;
-    m[i] ^= byte;
-    v[i] ^= byte;
   }
 }
 
@@ -165,7 +102,7 @@ void read_objects(Streams s, const int64_t* sizes, int64_t tensors, int threads)
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t, int64_t) {
     uint64_t sum = 0;
     for (int stream = 0; stream < 10; ++stream) {
-      const uint64_t* object = at<uint64_t>(s, stream, t, 0);
+      const auto* object = static_cast<const uint64_t*>(s[stream][t]);
       for (int64_t i = 0; i < (stream % 2 == 0 ? kTensorWords : kStorageWords); ++i) {
         sum += object[i];
       }
@@ -176,59 +113,31 @@ void read_objects(Streams s, const int64_t* sizes, int64_t tensors, int threads)
 
 // Streams: g, p, m, v.
 void update_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    fp32(at<float>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
-         at<float>(s, 3, t, from), to - from, zero);
-  });
+  update<uint32_t, uint32_t, uint32_t, uint32_t>(s, sizes, tensors, threads);
 }
 
 // Streams: g, master, m, v, p; p is only written.
 void update_bf16_master(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    bf16_master(at<uint16_t>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
-                at<float>(s, 3, t, from), at<uint16_t>(s, 4, t, from), to - from, zero);
+    const auto half = [&](int i) { return static_cast<uint16_t*>(s[i][t]) + from; };
+    const auto word = [&](int i) { return static_cast<uint32_t*>(s[i][t]) + from; };
+    rewrite_master(half(0), word(1), word(2), word(3), half(4), to - from, zero);
   });
 }
 
 // Streams: g, p, remainder, m, v.
 void update_bf16_remainder(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    bf16_remainder(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from),
-                   at<uint16_t>(s, 2, t, from), at<float>(s, 3, t, from), at<float>(s, 4, t, from),
-                   to - from, zero);
-  });
+  update<uint16_t, uint16_t, uint16_t, uint32_t, uint32_t>(s, sizes, tensors, threads);
 }
 
 // Streams: g, p, m, v.
 void update_bf16(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    bf16(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint16_t>(s, 2, t, from),
-         at<uint16_t>(s, 3, t, from), to - from, zero);
-  });
+  update<uint16_t, uint16_t, uint16_t, uint16_t>(s, sizes, tensors, threads);
 }
 
 // Streams: g, p, 8-bit remainder, 8-bit m and v.
 void update_bf16_int8(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    bf16_int8(at<uint16_t>(s, 0, t, from), at<uint16_t>(s, 1, t, from), at<uint8_t>(s, 2, t, from),
-              at<uint8_t>(s, 3, t, from), at<uint8_t>(s, 4, t, from), to - from, zero);
-  });
-}
-
-// Streams: g.
-void norm_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    const double sum = sum_of_squares(at<float>(s, 0, t, from), to - from);
-    sink.fetch_add(std::bit_cast<uint64_t>(sum), std::memory_order_relaxed);
-  });
-}
-
-// Streams: g, p, m, v.
-void adamw_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
-  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
-    adamw(at<float>(s, 0, t, from), at<float>(s, 1, t, from), at<float>(s, 2, t, from),
-          at<float>(s, 3, t, from), to - from, zero);
-  });
+  update<uint16_t, uint16_t, uint8_t, uint8_t, uint8_t>(s, sizes, tensors, threads);
 }
 
 }  // extern "C"

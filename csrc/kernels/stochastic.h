@@ -11,7 +11,7 @@
 // A second key enters after a multiplication: a key that only moved the number would let two
 // parameters share their draws at shifted elements. The second word is a product of the first.
 // Operations are on 32-bit words, as wide as fp32; Philox4x32-10 takes 10 multiplications of twice
-// the width for as many bits. benchmarks/rounding_quality.cpp tests the draws.
+// the width for as many bits. docs/numerics.md says how the draws were tested.
 #pragma once
 
 #include "kernels/tensor_work.h"

@@ -71,7 +71,6 @@ def test_quick_run(tmp_path: Path) -> None:
     table = (tmp_path / "results.txt").read_text()
     assert table in done.stdout
     assert all(name in table for name in sets)
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.newest_torch
@@ -80,19 +79,6 @@ def test_one_set_by_itself(tmp_path: Path) -> None:
     subprocess.run(command, capture_output=True, timeout=100, check=True)
     result = json.loads((tmp_path / "results.json").read_text())
     assert {row["set"] for row in result["results"]} == {"GPT-2 124 M, bf16 throughout"}
-    assert not result["allocations"]
-
-
-@pytest.mark.slow
-def test_draws_of_random_rounding() -> None:
-    command = ["make", "--no-print-directory", "rounding-quality", "DRAWS=1e9"]
-    root = RUN.parents[1]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout
-    assert done.stdout.count("sigma") > 70
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -125,9 +124,9 @@ def test_tests_that_are_all_skipped_have_not_passed(report: ModuleType, tmp_path
     assert (outcome.status, outcome.detail) == (report.FAILED, "0 passed, 0 failed, 3 skipped")
 
 
-def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
+def test_table_and_targets(report: ModuleType, tmp_path: Path) -> None:
     rows = [dict(r) for r in ROWS]
-    about = {"device": "a <GPU>", "torch": "2"}
+    about = {"device": "a GPU", "torch": "2"}
     text = report.write(about, [report.Outcome("fp32", report.PASSED, 1.0, rows=rows)], tmp_path)
     ours = rows[1]
     assert ours["of_copy"] == pytest.approx(0.9)
@@ -139,14 +138,6 @@ def test_table_targets_and_chart(report: ModuleType, tmp_path: Path) -> None:
     slower = [r | {"of_copy": 0.89} for r in rows]
     assert report.target_lines(slower)[0].startswith("NOT MET")
     assert " 90.0" in text and " 1.50" in text
-    chart = ElementTree.parse(tmp_path / "report.svg").getroot()
-    bars = [
-        float(r.get("width") or 0)
-        for r in chart.iter("{http://www.w3.org/2000/svg}rect")
-        if r.get("y")
-    ]
-    # The copy row has nothing to compare with, so it has no bar.
-    assert bars == pytest.approx([report.BAR / 1.5, report.BAR], abs=0.1)
 
 
 @torch.compiler.set_stance("force_eager")  # torchao's steps compile for half a minute
