@@ -53,16 +53,18 @@ class Subject:
             param.grad = torch.randn_like(param)
         self.is_torchs = name in (TORCH, TORCH_VIEW)
         self.zero = zero_of(name, self.params)
+        self.send = None if self.is_torchs else self.zero.local.send_updates
 
     def run(self, operation: str) -> None:
         if self.is_torchs:
             clip_grad_norm_(self.params, 1.0)
-        else:  # LOCAL leaves out the small all-reduce in the middle of ours
-            self.zero.optim.process_group = None if operation == LOCAL else self.zero.process_group
-        if operation == FULL:
-            self.zero.step()
-        else:
-            self.zero._local_step()
+            self.zero.step() if operation == FULL else self.zero._local_step()
+            return
+        local = self.zero.local
+        # LOCAL leaves out the small all-reduce in the middle of ours.
+        local.fused.process_group = None if operation == LOCAL else self.zero.process_group
+        local.send_updates = self.send if operation == FULL else lambda agreement: None
+        self.zero.step()
 
     def state_bytes(self) -> int:
         """Returns the bytes of the fullest rank's state."""
