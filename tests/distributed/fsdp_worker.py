@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from rank_cases import difference, run_cases
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.fsdp import keep_low_precision_shards
 
 STEPS = 4
@@ -52,10 +52,12 @@ def model_of(mesh_shape: tuple[int, ...], reshard: bool, dtype: torch.dtype) -> 
     return model
 
 
-def optimizers_of(model: nn.Module, several: bool, options: dict[str, Any]) -> list[Any]:
+def optimizers_of(
+    model: nn.Module, several: bool = False, cls: Any = FusedAdamW, **options: Any
+) -> list[Any]:
     named = list(model.named_parameters())
     lists = [named[::2], named[1::2]] if several else [named]
-    return [FusedAdamW(params, lr=0.05, **options) for params in lists]
+    return [cls(params, lr=0.05, **options) for params in lists]
 
 
 def backward(model: nn.Module, step: int, batches: int) -> list[str]:
@@ -123,7 +125,7 @@ def train(
         change: called with the model and the step's number before every step.
     """
     model = model_of(mesh, reshard, dtype)
-    optimizers: list[Any] = optimizers_of(model, several, options)
+    optimizers: list[Any] = optimizers_of(model, several, **options)
     if torchs is not None:
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05, **torchs)]
     run: Any = model
@@ -217,7 +219,7 @@ def state_dicts() -> None:
     found = []
     for keep in (False, True):
         model = model_of((2,), True, torch.bfloat16)
-        (optimizer,) = optimizers_of(model, False, {})
+        (optimizer,) = optimizers_of(model)
         if keep:
             keep_low_precision_shards(model)
         backward(model, 0, 1)
@@ -248,6 +250,8 @@ def cases() -> dict[str, Callable[[], None]]:
         "clipping": {"max_grad_norm": 0.1},
         "several optimizers": {"several": True},
         "amsgrad": {"amsgrad": True},
+        "Lion": {"cls": FusedLion, "weight_decay": 0.1},
+        "SGD": {"cls": FusedSGD, "momentum": 0.9},
         "rounded moments": {"state_dtype": torch.bfloat16, "stochastic_rounding": True},
         "written back": {"write_back_gradients": True, "max_grad_norm": 0.1},
         "compiled whole": {"compiled": "whole"},

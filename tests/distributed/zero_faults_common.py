@@ -18,7 +18,7 @@ from rank_cases import difference
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 Result = dict[str, Any]
@@ -35,6 +35,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FusedAdamW": (FusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
+
+FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FusedLion": (FusedLion, {"lr": 0.01, "weight_decay": 0.1}),
+    "FusedSGD": (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+}
+"""Kinds of a few cases: all others of FusedAdamW concern the class that they share."""
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -102,13 +108,13 @@ def own_group(seconds: int = 10) -> Iterator[None]:
 
 
 def zero_over(params: Any, kind: str, **options: Any) -> ZeroRedundancyOptimizer:
-    optimizer_class, defaults = KINDS[kind]
+    optimizer_class, defaults = (KINDS | FUSED)[kind]
     defaults = {"process_group": _group, **defaults}
     return ZeroRedundancyOptimizer(params, optimizer_class, **{**defaults, **options})
 
 
 def plain_over(params: Any, kind: str, **options: Any) -> Any:
-    optimizer_class, defaults = KINDS[kind]
+    optimizer_class, defaults = (KINDS | FUSED)[kind]
     return optimizer_class(params, **{**defaults, **options})
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from zero_faults_common import (
+    FUSED,
     KINDS,
     PARTITIONS,
     Cases,
@@ -320,6 +321,7 @@ def cases_of_two() -> Cases:
                 how = ", interleaved" * interleaved + ", schedule" * schedule
                 case = partial(overlap, kind, interleaved, True, None, schedule, schedule)
                 found[f"overlap {kind}{how}"] = case
+    found |= {f"overlap {kind}": partial(overlap, kind, False, True) for kind in FUSED}
     for name, options in PARTITIONS.items():
         ours = partial(scaled, GradScaler, "FusedAdamW", **options)
         found[f"our scaler {name}"] = partial(ours, "owner")

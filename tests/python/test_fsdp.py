@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import FTOptimizersContainer
 from torchopt_ext.fsdp import keep_low_precision_shards
 
@@ -77,11 +77,12 @@ def test_from_meta_to_memory() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_a_model_leaves_no_shards_behind() -> None:
+@pytest.mark.parametrize("cls", [FusedAdamW, FusedLion, FusedSGD])
+def test_a_model_leaves_no_shards_behind(cls: Any) -> None:
     """After a model is dropped, only FSDP2's own garbage cycles refer to its shards."""
     model = model_of(mp_policy=BF16)
     keep_low_precision_shards(model)
-    optimizer = FusedAdamW(model.parameters())
+    optimizer = cls(model.parameters())
     for param in model.parameters():
         param.grad = param.detach()
     optimizer.step()
