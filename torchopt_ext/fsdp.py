@@ -29,8 +29,8 @@ def keep_low_precision_shards(model: nn.Module) -> None:
 
     With ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` or float16, FSDP2 casts a shard before
     it gathers the parameter, in forward and, with ``reshard_after_forward``, in backward. The cast
-    reads 4 and writes 2 bytes of each element. With copies, steps of FusedAdam and FusedAdamW write
-    the copy, 2 bytes, and all-gathers send it. Losses, weights, state and state dicts stay the same
+    reads 4 and writes 2 bytes of each element. With copies, steps of fused optimizers write the
+    copy, 2 bytes, and all-gathers send it. Losses, weights, state and state dicts stay the same
     to the bit. A copy takes 2 more bytes of memory per element.
 
     If anything but these steps may have changed a shard, all-gathers cast as FSDP2 does until the

@@ -127,7 +127,7 @@ class LRSchedulersContainer(Stateful):
     def get_metrics(self) -> dict[str, float]:
         """Returns the current learning rates as "lr/AdamW", or "lr/AdamW/0" and so on for several.
 
-        Schedulers with equal base_lrs share entries. FusedAdam(W) has the name of torch's class.
+        Schedulers with equal base_lrs share entries. Fused optimizers have the names of torch's.
         """
         lrs: dict[str, dict[tuple[float, ...], list[float]]] = {}
         for scheduler in self.schedulers:

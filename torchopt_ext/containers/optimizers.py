@@ -52,7 +52,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
     optimizer without parameters, so that optimizers and parts correspond. `param_groups` and
     `state` are the inner optimizers' own. Step hooks registered here fire once per step.
 
-    If the class is FusedAdam or FusedAdamW, `optimizer_kwargs` may hold `max_grad_norm` and
+    If the class is a fused one (FusedOptimizer), `optimizer_kwargs` may hold `max_grad_norm` and
     `skip_nonfinite`. Norm, clipping and skipping are then one decision over all parts. Patterns of
     `fp32_moments` are searched for in the names of all parts' parameters.
 
@@ -171,7 +171,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """The decision of the last step over all parts, such as ``control.grad_norm``.
 
         Raises:
-            AttributeError: the inner optimizers are not FusedAdam or FusedAdamW.
+            AttributeError: no inner optimizer is a fused one.
         """
         fused = self._fused()
         # All decisions are equal, except without parameters, where a step does nothing.
@@ -215,7 +215,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
         The keys are complete before the first step, too: missing state is created with step 0.
         Gradients are not touched. As in torch, the tensors are the optimizers' own, except that the
-        steps of FusedAdam and FusedAdamW are copies.
+        steps of fused optimizers are copies.
 
         Raises:
             ValueError: two parts have a trained parameter of the same name.
@@ -428,7 +428,7 @@ def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Param
 def with_fp32_moments(
     arguments: Mapping[str, Any], model_parts: Sequence[nn.Module], *, partial: bool = False
 ) -> dict[str, Any]:
-    """Returns FusedAdam's arguments, in which the chosen parameters replace `fp32_moments`.
+    """Returns a fused optimizer's arguments, in which the chosen parameters replace `fp32_moments`.
 
     It changes nothing without 8-bit moments. Patterns are searched for in names without wrappers.
 
@@ -436,7 +436,7 @@ def with_fp32_moments(
         partial: other ranks have other parts.
 
     Raises:
-        TypeError, ValueError: as FusedAdam.
+        TypeError, ValueError: as FusedOptimizer.
     """
     if not is_8_bit(arguments.get("state_dtype")):
         return dict(arguments)

@@ -86,7 +86,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate.Accelerator whose clipping happens in the step of FusedAdam, FusedAdamW and ZeRO.
+    """accelerate.Accelerator whose clipping happens in the step of fused optimizers and ZeRO.
 
     Other optimizers are prepared and clipped as by accelerate.Accelerator.
     """

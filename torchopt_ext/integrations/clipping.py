@@ -13,7 +13,7 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
     """Returns the optimizers that clip in an optimizer's step; none for other packages' optimizers.
 
     Args:
-        optimizer: FusedAdam, FusedAdamW, or ZeroRedundancyOptimizer or a container with them.
+        optimizer: a fused optimizer, or ZeroRedundancyOptimizer or a container with some.
 
     Raises:
         TypeError: `optimizer` is FSDPadaptOptimizer, with its own threshold and loss scale.

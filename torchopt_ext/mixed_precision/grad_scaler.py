@@ -29,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that checks and unscales gradients inside a fused optimizer's step.
 
     torch's class reads and writes every gradient before the step, and its overflow flag covers only
-    this rank. With FusedAdam, FusedAdamW and containers of them, this class passes the scale to the
+    this rank. With fused optimizers and containers of them, this class passes the scale to the
     step, whose norm pass finds overflows on any rank that holds a shard. With other optimizers it
     works as torch's class. Gradients in memory stay scaled. To see unscaled gradients, call
     ``unscale_``, which unscales them in memory.

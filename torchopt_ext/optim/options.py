@@ -41,7 +41,7 @@ class StepArguments(TypedDict, total=False):
 class StepOptions:
     """What a step does around the algorithm's formula, for all param groups alike.
 
-    Each option is a keyword argument of FusedAdam and FusedAdamW.
+    Each option is a keyword argument of every fused optimizer.
 
     Args:
         max_grad_norm: clips the 2-norm of all gradients to this value, inside the step. Works as

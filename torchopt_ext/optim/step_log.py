@@ -129,7 +129,7 @@ def log_to(
     - ``lr``: the learning rate, with the factor of a schedule on the device. Several groups are
       ``lr/<name>``, or ``lr/<number>`` if names are missing or equal.
     - ``update_to_weight``: 2-norm of the update divided by the 2-norm of the weights, over this
-      rank's shards, from a FusedAdam or FusedAdamW with ``track="norms"``; left out if this step
+      rank's shards, from a fused optimizer with ``track="norms"``; left out if this step
       was skipped. Steps that log it read the weights once more.
     - ``digest``: the sum of :func:`torchopt_ext.digest` over this rank's parameters, modulo 2**53,
       every ``digest_every`` steps. Replicas that log other numbers have other bits.
@@ -142,7 +142,7 @@ def log_to(
     Args:
         writer: an object with ``add_scalar(tag, value, step)``, or a function of a dict, in which
             ``step`` is an entry. Use it on one rank only; nothing is communicated.
-        optimizer: FusedAdam, FusedAdamW, FSDPadaptOptimizer, a ZeroRedundancyOptimizer or container
+        optimizer: a fused optimizer, FSDPadaptOptimizer, a ZeroRedundancyOptimizer or container
             with such optimizers, or a wrapper of Accelerate or Lightning around any of them.
         every: number of steps between values, skipped steps included.
         first_step: steps that were made before, for example by the run that this run continues.

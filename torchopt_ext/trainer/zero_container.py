@@ -25,7 +25,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
 
     Args:
         model_parts: one module, the same on all ranks; DistributedDataParallel averages gradients.
-        optimizer_cls: FusedAdam or FusedAdamW.
+        optimizer_cls: a class of fused optimizers.
         optimizer_kwargs: arguments of `optimizer_cls`.
         partition: "greedy" or "balanced", as in ZeroRedundancyOptimizer.
         **kwargs: as in OptimizersContainer.

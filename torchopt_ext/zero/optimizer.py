@@ -79,7 +79,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             :func:`torchopt_ext.ops.partition_balanced` chooses.
         timeout: the longest wait for another rank in a collective, if shorter than the group's
             timeout. On NCCL such a wait blocks the host.
-        defaults: arguments of ``optimizer_class``. With FusedAdam and FusedAdamW, ``max_grad_norm``
+        defaults: arguments of ``optimizer_class``. With fused optimizers, ``max_grad_norm``
             and ``skip_nonfinite`` decide over the gradients of all ranks' parts.
 
     Raises:
@@ -252,7 +252,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         Raises:
             RuntimeError: a rank died, is late or rejects the step, for example because a gradient
                 does not fit its parameter. All ranks raise and name the rank. Nothing is changed,
-                unless an optimizer other than FusedAdam(W) raises in the middle of its step.
+                unless an optimizer that is not fused raises in the middle of its step.
         """
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self.partition.hides_gradients:
             raise RuntimeError(
                 "gradients are reduced to the ranks that own them, so a gradient scaler has none "
-                "to check: use torchopt_ext.GradScaler with FusedAdam or FusedAdamW"
+                "to check: use torchopt_ext.GradScaler with a fused optimizer"
             )
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
 
@@ -456,7 +456,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             from_: whole float32 weights by parameter or name, the same on all ranks.
 
         Raises:
-            AttributeError: the local optimizer is not FusedAdam or FusedAdamW.
+            AttributeError: the local optimizer is not a fused one.
             ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
         """
         self.wait_for_params()
@@ -501,7 +501,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         if self._in_join:
             raise RuntimeError(
                 "in a Join context, ranks without data only call step(): clip inside the step, "
-                "with max_grad_norm of FusedAdam or FusedAdamW"
+                "with max_grad_norm of a fused optimizer"
             )
         return self.local.clip(max_norm, self._notice_trainability)
 
