@@ -50,16 +50,12 @@ class CheckpointManager:
             data-parallel ranks must have different keys. None: no data position is saved. If it has
             `same_position_on_all_ranks` and that is true, returning replica groups take a peer's
             position while they iterate; if it is false, its position must be excluded from loading.
-        model_parts, optimizers, lr_schedulers: the objects that are trained.
         states: further objects to save, by key, such as {"train_state": trainer}.
-        job_config: provides `checkpoint`, `job.dump_folder`, `training.steps` and `parallelism`.
         ft_manager: has `enabled` and, if it is true, torchft's `manager`.
 
     Raises:
         ValueError: A setting is wrong or cannot be honored. The message names the setting.
     """
-
-    folder: Path
 
     def __init__(
         self,
@@ -71,17 +67,15 @@ class CheckpointManager:
         job_config: Any,
         ft_manager: Any = None,
     ) -> None:
-        self._config = job_config.checkpoint
-        self._enabled = self._config.enable_checkpoint
+        self._config = config = job_config.checkpoint
+        self._enabled = config.enable_checkpoint
         self._model_parts, self._last_step = model_parts, job_config.training.steps
-        self._model_state = states_of.ModelState(model_parts)
         self._states = states | {OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
-        self._dataloader = dataloader
-        self.folder = Path(job_config.job.dump_folder) / self._config.folder
+        self.folder = Path(job_config.job.dump_folder, config.folder)
         self._manager = ft_manager.manager if ft_manager and ft_manager.enabled else None
         if self._manager is not None:
             shared = getattr(dataloader, "same_position_on_all_ranks", None)
-            loads_data = self._enabled and DATALOADER not in self._config.exclude_from_loading
+            loads_data = self._enabled and DATALOADER not in config.exclude_from_loading
             if loads_data and shared is False:  # a group saves for all, which lack its position
                 raise ValueError(
                     "a data set without a length has a position in each replica group, and "
@@ -90,18 +84,25 @@ class CheckpointManager:
                     "beginning after a restart"
                 )
             optimizers.init_cache_state_dict()
-            data = dataloader if shared else None
-            peer = states_of.PeerState(model_parts, self._states, data)
+            data = {DATALOADER: dataloader} if shared else {}
+            peer = states_of.PeerState(model_parts, self._states | data)
             self._manager.set_state_dict_fns(peer.load_state_dict, peer.state_dict)
         if not self._enabled:
             return
-        self._check_config()
-        self._group: Any = None
-        self._rank, self._ranks = 0, 1
-        if dist.is_initialized():
-            # A separate group, because saves run during the training's collectives.
-            self._group = dist.new_group(backend="gloo")
-            self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        on_host = not any(p.is_cuda for part in model_parts for p in part.parameters())
+        if config.async_mode == "async_with_pinned_mem" and on_host:
+            raise ValueError(
+                "checkpoint.async_mode is 'async_with_pinned_mem', which copies from a GPU to the "
+                "host, but the model is on the host: set 'async'"
+            )
+        known = [*self._states, MODEL, DATALOADER, RNG, TORCHFT]
+        if unknown := [key for key in config.exclude_from_loading if key not in known]:
+            raise ValueError(
+                f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
+            )
+        # A separate group, because saves run during the training's collectives.
+        self._group: Any = dist.new_group(backend="gloo")
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         layout = states_of.layout(job_config.parallelism, self._ranks)
         self._own: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
         if dataloader is not None:
@@ -122,7 +123,7 @@ class CheckpointManager:
         self._lock: IO[str] | None = None
         with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
-            if self._rank == 0 and not self._config.load_only and self._manager is None:
+            if self._rank == 0 and not config.load_only and self._manager is None:
                 with os_error_as_config_error("checkpoint.folder cannot be used"):
                     self._lock = files.recover(self.folder)
 
@@ -180,10 +181,26 @@ class CheckpointManager:
         return force or first or self._delayed or step % self._config.interval == 0
 
     def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
-        """Writes a checkpoint, or lets a thread write it."""
+        """Writes a checkpoint, or lets a thread write it. All ranks succeed, or all ranks raise."""
         now = force or self._config.async_mode == "disabled"
+        unfit: Exception | None = None
+        state: Any = None
         try:
-            state = self._gathered_state(step, contents, exported=last, staged=not now)
+            try:
+                with fail_together(self._group):
+                    try:
+                        state = self._state(contents, exported=last)
+                    except (TypeError, ValueError) as error:  # at any later step, too
+                        unfit = error
+                    if not now and not unfit:
+                        pinned = self._config.async_mode == "async_with_pinned_mem"
+                        state = self._staged = Staged(state, pinned=pinned)
+            except Exception as error:  # the states' owners may raise any kind of error
+                self._staged = None
+                raise self._failure(step, error) from error
+            with fail_together(self._group):
+                if unfit:
+                    raise unfit
             if now:
                 self._write(step, contents, state, begin)
             else:
@@ -193,36 +210,9 @@ class CheckpointManager:
                 raise
             logger.error("%s; training goes on", error)
 
-    def _gathered_state(self, step: int, contents: str, *, exported: bool, staged: bool) -> Any:
-        """Returns the state to write, live or staged. All ranks succeed, or all ranks raise.
-
-        Raises:
-            RuntimeError: Gathering failed, for example for lack of memory.
-            TypeError, ValueError: An entry cannot be saved, at this step or any later step.
-        """
-        unfit: Exception | None = None
-        state: Any = None
-        self._staged = None
-        try:
-            with fail_together(self._group):
-                try:
-                    state = self._state(contents, exported)
-                except (TypeError, ValueError) as error:
-                    unfit = error
-                if staged and not unfit:
-                    pinned = self._config.async_mode == "async_with_pinned_mem"
-                    state = self._staged = Staged(state, pinned=pinned)
-        except Exception as error:  # the states' owners may raise any kind of error
-            self._staged = None
-            raise self._failure(step, error) from error
-        with fail_together(self._group):
-            if unfit:
-                raise unfit
-        return state
-
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """Returns the contents of a checkpoint by key, with live tensors."""
-        model = self._model_state()
+        model = states_of.model_state(self._model_parts)
         rest = {} if contents == "model" else self._states | self._own
         if both := sorted(model.keys() & rest.keys()):
             raise ValueError(f"the model has {both}, which are keys of other entries")
@@ -266,11 +256,7 @@ class CheckpointManager:
             with fail_together(self._group):
                 state = state.result() if isinstance(state, Staged) else state
             dcp_save(
-                state,
-                storage_writer=writer,
-                planner=Planner(writer),
-                process_group=self._group,
-                no_dist=self._group is None,
+                state, storage_writer=writer, planner=Planner(writer), process_group=self._group
             )
             every = self._everyones(writer.fs.written, "listing a checkpoint's files")
             written = {name: file for own in every for name, file in own.items()}
@@ -288,8 +274,7 @@ class CheckpointManager:
         self._done = step if contents == "full" else self._done
         self._refused.discard(step)
         if self._rank == 0:
-            size = sum(file["size"] for file in written.values())
-            self._log("Saved", f"step {step}", contents, size, begin)
+            self._log("Saved", self.folder / f"step-{step}", contents, begin)
             self._remove_old()
 
     def _failure(self, step: int, error: BaseException) -> RuntimeError:
@@ -376,8 +361,7 @@ class CheckpointManager:
             logger.warning(text, checkpoint, MANIFEST)
         self._load(checkpoint, model_only)
         if self._rank == 0:
-            size = sum(path.stat().st_size for path in checkpoint.iterdir())
-            self._log("Loaded", str(checkpoint), "model" if model_only else "full", size, begin)
+            self._log("Loaded", checkpoint, "model" if model_only else "full", begin)
         return True
 
     def _choose(self, step: int) -> tuple[Path, bool] | None:
@@ -444,7 +428,7 @@ class CheckpointManager:
         reader = dcp.Reader(checkpoint)
         with as_config_error(), fail_together(self._group):
             metadata = reader.read_metadata()
-            model = {} if MODEL in excluded else self._model_state()
+            model = {} if MODEL in excluded else states_of.model_state(self._model_parts)
             model = states_of.model_to_load(model, metadata, checkpoint)
             rest = {} if model_only else self._states | self._own
             rest = {key: value for key, value in rest.items() if key not in excluded}
@@ -466,9 +450,8 @@ class CheckpointManager:
                 text = "%s has entries that the job's model lacks, and that are not loaded: %s"
                 logger.warning(text, checkpoint, states_of.some(others))
         wanted = model | rest | found
-        alone = self._group is None
         with as_config_error():  # such as groups that the checkpoint's settings do not fit
-            dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
+            dcp.load(wanted, storage_reader=reader, process_group=self._group)
         with fail_together(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)
@@ -501,22 +484,7 @@ class CheckpointManager:
         """Returns all ranks' values, which must be of JSON's types. Errors name `what`."""
         return [json.loads(text) for text in all_gather_text(json.dumps(value), self._group, what)]
 
-    def _log(self, did: str, what: str, contents: str, size: int, begin: float) -> None:
+    def _log(self, did: str, checkpoint: Path, contents: str, begin: float) -> None:
+        size = sum(path.stat().st_size for path in checkpoint.iterdir()) / 1e6
         seconds = time.monotonic() - begin
-        logger.info("%s %s (%s, %.1f MB) in %.2f s", did, what, contents, size / 1e6, seconds)
-
-    # ---- settings --------------------------------------------------------------------------------
-
-    def _check_config(self) -> None:
-        config = self._config
-        parameters = [p for part in self._model_parts for p in part.parameters()]
-        if config.async_mode == "async_with_pinned_mem" and not any(p.is_cuda for p in parameters):
-            raise ValueError(
-                "checkpoint.async_mode is 'async_with_pinned_mem', which copies from a GPU to the "
-                "host, but the model is on the host: set 'async'"
-            )
-        known = [*self._states, MODEL, DATALOADER, RNG, TORCHFT]
-        if unknown := [key for key in config.exclude_from_loading if key not in known]:
-            raise ValueError(
-                f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
-            )
+        logger.info("%s %s (%s, %.1f MB) in %.2f s", did, checkpoint, contents, size, seconds)

@@ -14,13 +14,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchopt_ext.ops import partition_greedy
 from torchopt_ext.statedict.dcp import Reader
 
 logger = logging.getLogger(__name__)
@@ -42,16 +41,9 @@ class File(TypedDict):
 
 
 class Manifest(TypedDict):
-    """The contents of a checkpoint.
-
-    Attributes:
-        contents: "full", or "model" without the states that training needs to continue.
-        files: all files except the manifest, by name.
-    """
-
     step: int
-    contents: str
-    files: dict[str, File]
+    contents: str  # "full", or "model" without the states that training needs to continue
+    files: dict[str, File]  # all files except the manifest, by name
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -109,10 +101,17 @@ def set_aside_old(folder: Path, keep: int, refused: set[int]) -> Iterator[Path]:
     Seeds and checkpoints in `refused` do not count and stay. The best full checkpoint stays, too.
     """
     usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
-    full = next((n for n, step in enumerate(usable) if _is_full(folder / f"step-{step}")), 0)
-    for n, step in enumerate(usable):
-        if n >= keep and n != full:
+    full = next((step for step in usable if _is_full(folder / f"step-{step}")), None)
+    for step in usable[keep:]:
+        if step != full:
             yield (folder / f"step-{step}").rename(folder / f"step-{step}.removing")
+
+
+def _is_full(checkpoint: Path) -> bool:
+    try:
+        return contents_of(checkpoint) == "full"
+    except (ValueError, OSError):
+        return False
 
 
 def abandon(folder: Path, step: int) -> None:
@@ -135,10 +134,8 @@ def abandon(folder: Path, step: int) -> None:
 def recover(folder: Path) -> IO[str] | None:
     """Cleans up after a process that was killed while it saved or removed a checkpoint.
 
-    If another process has locked the folder, warns and leaves the folder as it is.
-
-    Returns:
-        The file that locks the folder until it is closed or this process ends.
+    If another process has locked the folder, warns and leaves the folder as it is. Returns the file
+    that locks the folder until it is closed or this process ends.
     """
     lock = None
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -191,13 +188,6 @@ def by_preference(folder: Path) -> list[int]:
     return sorted(steps(folder), key=lambda step: (folder / f"step-{step}" / ABANDONED).exists())
 
 
-def _is_full(checkpoint: Path) -> bool:
-    try:
-        return contents_of(checkpoint) == "full"
-    except (ValueError, OSError):
-        return False
-
-
 def read_manifest(checkpoint: Path) -> Manifest | None:
     """Returns a checkpoint's manifest, or None if it has none, as in torchtitan's checkpoints.
 
@@ -224,8 +214,7 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
         step: the step that the checkpoint should be of; None: any step.
 
     Raises:
-        ValueError: The manifest or the metadata is damaged.
-        OSError: The system cannot read a file.
+        ValueError, OSError: The manifest or the metadata is damaged or cannot be read.
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
@@ -233,11 +222,9 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
     found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest["files"] else []
     if step is not None and manifest["step"] != step:
         found.append(f"its manifest is of step {manifest['step']}")
-    return found + [
-        problem
-        for name, expected in share(manifest["files"], rank, ranks).items()
-        if (problem := _file_problem(checkpoint / name, expected))
-    ]
+    mine = sorted(manifest["files"])[rank::ranks]
+    checked = (_file_problem(checkpoint / name, manifest["files"][name]) for name in mine)
+    return found + [problem for problem in checked if problem]
 
 
 def contents_of(checkpoint: Path) -> str:
@@ -268,13 +255,6 @@ def _file_problem(path: Path, expected: File) -> str:
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return ""
-
-
-def share(files: Mapping[str, File], rank: int, ranks: int) -> dict[str, File]:
-    """Returns the files that a rank checks. All ranks check about the same number of bytes."""
-    names = sorted(files)
-    owners = partition_greedy([files[name]["size"] for name in names], ranks)
-    return {name: files[name] for name, owner in zip(names, owners, strict=True) if owner == rank}
 
 
 def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:

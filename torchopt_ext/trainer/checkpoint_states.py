@@ -22,38 +22,19 @@ from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked
 
 
-class ModelState:
-    """The live parameters and buffers of all parts, by their names in the whole model.
+def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
+    """Returns the live parameters and buffers of all parts, by their names in the whole model.
 
-    It keeps get_model_state_dict's names until a module's keys change: the call takes 30 us per
-    key, which a save would add to a training step.
+    Raises:
+        ValueError: Two parts have an entry of the same name.
     """
-
-    def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._parts = model_parts
-        # each part's keys, and of those with wrappers' names the names without
-        self._names: list[tuple[list[str], dict[str, str]]] = [([], {})] * len(model_parts)
-
-    def __call__(self) -> dict[str, Any]:
-        """Returns the state for DCP to save.
-
-        Raises:
-            ValueError: Two parts have an entry of the same name.
-        """
-        merged: dict[str, Any] = {}
-        for index, part in enumerate(self._parts):
-            live = part.state_dict()
-            if list(live) != self._names[index][0]:
-                named = get_model_state_dict(part)
-                old, new = (k for k in live if k not in named), (n for n in named if n not in live)
-                self._names[index] = list(live), dict(zip(old, new, strict=True))
-            renamed = self._names[index][1]
-            own = {key: value for key, value in live.items() if key not in renamed}
-            own |= {new: live[old] for old, new in renamed.items()}
-            if both := sorted(merged.keys() & own.keys()):
-                raise ValueError(f"more than one model part has {both}")
-            merged |= own
-        return merged
+    merged: dict[str, Any] = {}
+    for part in model_parts:
+        own = get_model_state_dict(part)
+        if both := sorted(merged.keys() & own.keys()):
+            raise ValueError(f"more than one model part has {both}")
+        merged |= own
+    return merged
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
@@ -147,19 +128,14 @@ def settings(states: Mapping[str, Any]) -> list[str]:
 
 
 class PeerState:
-    """The state that a replica group sends to a group that recovers.
+    """The state that a replica group sends to a group that recovers."""
 
-    Args:
-        dataloader: the loader whose position is part of it, or None.
-    """
-
-    def __init__(self, parts: list[nn.Module], states: dict[str, Any], dataloader: Any) -> None:
-        self._parts, self._model = parts, ModelState(parts)
-        self._owners = states | ({} if dataloader is None else {"dataloader": dataloader})
+    def __init__(self, model_parts: list[nn.Module], owners: dict[str, Any]) -> None:
+        self._parts, self._owners = model_parts, owners
 
     def state_dict(self) -> dict[str, Any]:
         rest = {key: owner.state_dict() for key, owner in self._owners.items()}
-        return rest | {"model": self._model()}
+        return rest | {"model": model_state(self._parts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         set_model_state(self._parts, state["model"])

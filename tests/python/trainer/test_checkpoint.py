@@ -28,8 +28,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.statedict.dcp import Reader
@@ -668,7 +666,7 @@ def test_one_replica_group_saves_and_gives_its_state_to_another(tmp_path: Path) 
     assert not job.manager.folder.exists()
     load, _ = manager.set_state_dict_fns.call_args.args
     peer = Job(tmp_path / "peer", seed=1).train(until=4)
-    load(checkpoint_states.PeerState(peer.parts, peer.manager._states, None).state_dict())
+    load(checkpoint_states.PeerState(peer.parts, peer.manager._states).state_dict())
     assert differences(job.contents(), peer.contents()) == ["taken"], "but for its own data"
     manager.participating_rank.return_value = 0
     job.train(until=6)
@@ -758,22 +756,3 @@ def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'c' is torch\.complex128"):
         export_safetensors(tmp_path / "step-2", output)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [output.name]
-
-
-def test_model_state_is_torchs_whatever_becomes_of_the_module() -> None:
-    """Keys have torch's order without wrappers' names, also after the module changes."""
-    model = nn.Sequential(nn.Linear(3, 4), torch.compile(nn.Linear(4, 4)), nn.BatchNorm1d(4))
-    state = checkpoint_states.ModelState([model])
-
-    def expect_torchs() -> None:
-        ours, theirs = state(), get_model_state_dict(model)
-        assert list(ours) == list(theirs)
-        assert all(ours[key].data_ptr() == theirs[key].data_ptr() for key in theirs)
-
-    expect_torchs()
-    expect_torchs()
-    model.register_buffer("later", torch.zeros(2))
-    model[0].weight = nn.Parameter(torch.ones(4, 3))
-    expect_torchs()
-    del model[2]
-    expect_torchs()
