@@ -10,7 +10,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ class CheckpointManager:
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
             )
         # A separate group, because saves run during the training's collectives.
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = cast(Any, dist.new_group(backend="gloo"))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         layout = states_of.layout(job_config.parallelism, self._ranks)
         self._own: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}

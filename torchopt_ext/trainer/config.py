@@ -40,6 +40,12 @@ def os_error_as_config_error(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
 
 
+def expect_multiple(name: str, value: int, number: int, what: str) -> None:
+    """Raises ConfigError unless a setting is a multiple of a number; ``what`` says of what."""
+    if value < 1 or value % number:
+        raise ConfigError(f"{name} is {value}, expected a multiple of {number}, {what}")
+
+
 def at_least(least: float, *, default: Any, less_than: float = math.inf) -> Any:
     """Returns a dataclass field for numbers of `least` or more. supported.py rejects others."""
     return field(default=default, metadata={"bounds": (least, less_than)})

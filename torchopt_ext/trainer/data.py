@@ -30,12 +30,6 @@ from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 logger = logging.getLogger(__name__)
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer for the data set "text"."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-
 class BuildDataset(Protocol):
     """Builds a data set for a job.
 
@@ -55,26 +49,22 @@ _DATASETS = Registry[BuildDataset]("data set", "register_dataset")
 
 
 def register_dataset(name: str, build: BuildDataset) -> None:
-    """Registers a data set under a name for `training.dataset` and `validation.dataset`.
-
-    Raises:
-        ValueError: The name is registered already.
-    """
+    """Registers a data set under a new name for `training.dataset` and `validation.dataset`."""
     _DATASETS.add(name, build)
 
 
 def build_text(
-    *, dp_world_size: int, dp_rank: int, tokenizer: Tokenizer | None, job_config: JobConfig
+    *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
 ) -> Dataset[Any]:
     """Builds the data set "text": all files under `training.dataset_path`, one after another.
 
-    Without a tokenizer, tokens are the files' bytes, which stay on disk. With a tokenizer, each
-    rank encodes all files (UTF-8) at the start, and holds 4 bytes per token.
+    Without a tokenizer, tokens are the files' bytes, which stay on disk. With a tokenizer (a method
+    `encode` from text to numbers), each rank encodes all files (UTF-8) at the start, and holds 4
+    bytes per token.
 
     Raises:
         ConfigError: `training.dataset_path` is not set, or does not exist, or has a file that a
             tokenizer cannot encode, because it is not UTF-8.
-        OSError: A file under `training.dataset_path` cannot be read.
     """
     training = job_config.training
     if not training.dataset_path:
@@ -148,13 +138,7 @@ class ShuffledBatches(Sampler[list[Key]]):
     The position counts the samples of all ranks together, so it is the same on every rank. A job
     that resumes with another number of ranks or another batch size sees no sample of an epoch
     twice. An epoch's order depends on the seed and the epoch's number. Samples at an epoch's end
-    that are too few for a batch on every rank are not used.
-
-    Args:
-        size: samples in an epoch.
-        batch_size: samples in a batch of one rank.
-        seed: the same on all ranks.
-        epochs: number of epochs; 0: endless.
+    that are too few for a batch on every rank are not used. 0 epochs are endless.
     """
 
     def __init__(
@@ -249,11 +233,6 @@ class ShuffledDataLoader:
         return {"position": self._batches.state_dict(), "crc32": crc32}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moves to a saved position.
-
-        Raises:
-            ValueError: The state belongs to another kind of data set.
-        """
         if "position" not in state_dict:
             raise ValueError(
                 f"the data loader's state has {sorted(state_dict)}, expected 'position': it was "
@@ -302,20 +281,9 @@ class _Counted(Iterator[Any]):
 class StreamDataLoader:
     """torchdata's StatefulDataLoader, with a state per data-parallel rank as torchtitan's.
 
-    Iteration continues from the saved position to the end of the last pass. Workers are seeded when
-    they start, by seed, rank and pass. Persistent workers start once.
-
-    Attributes:
-        dataset: the given data set.
-        same_position_on_all_ranks: False; a state holds this rank's position.
-
-    Args:
-        options: arguments of StatefulDataLoader. Their `generator` seeds the workers.
-        seed: the same on all ranks.
-        epochs: passes over the data set; 0: endless, unless it is empty.
-
-    Raises:
-        MissingExtra: torchdata is not installed.
+    Iteration continues from the saved position to the end of the last pass; with 0 epochs it is
+    endless, unless the data set is empty. Workers are seeded when they start, by seed, rank and
+    pass, through the `generator` in `options`. Persistent workers start once.
     """
 
     same_position_on_all_ranks = False
@@ -365,12 +333,6 @@ class StreamDataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moves to this rank's saved position.
-
-        Raises:
-            ValueError: The state belongs to another number of ranks or another kind of data, or
-                has no position for a data set without a state of its own.
-        """
         if self._key not in state_dict or state_dict["world_size"] != self._dp_world_size:
             raise ValueError(
                 f"the data loader's state has {sorted(state_dict)} of "
@@ -406,7 +368,6 @@ def build_dataloader(
     Raises:
         ConfigError: The data set is not registered or has too few samples for one batch on each
             rank, or `dataloader` has settings that exclude each other.
-        OSError: The data set's files cannot be read.
     """
     training = job_config.training
     dataset = _DATASETS.get(training.dataset)(

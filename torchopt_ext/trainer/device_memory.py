@@ -27,11 +27,7 @@ _PEAK_FLOPS = (
 
 
 def get_peak_flops(device_name: str) -> float | None:
-    """Returns the dense bf16 operations per second of one device, or None if unknown.
-
-    Args:
-        device_name: torch.cuda.get_device_name's result, such as "NVIDIA H100 80GB HBM3".
-    """
+    """Returns the dense bf16 operations per second of a device of this name, or None if unknown."""
     return next((flops for name, flops in _PEAK_FLOPS if re.search(name, device_name)), None)
 
 
@@ -40,13 +36,6 @@ class DeviceMemoryMonitor:
 
     On a CPU it reports the peak of the process's resident set, as both active and reserved. The
     system counts this peak from the start of the process and cannot reset it.
-
-    Args:
-        device: a CUDA device, or the CPU.
-
-    Attributes:
-        device_name: torch's name of the GPU, or the machine's architecture.
-        device_capacity: bytes of memory of the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,11 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(job_config: JobConfig) -> torch.device:
-    """Returns this process's device for `training.device`; of several GPUs the GPU of LOCAL_RANK.
-
-    Raises:
-        ValueError: The device is CUDA, but there is no GPU for this process.
-    """
+    """Returns this process's device for `training.device`: a GPU by LOCAL_RANK, or the CPU."""
     kind = job_config.training.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,9 +50,6 @@ def init_distributed(job_config: JobConfig) -> torch.device:
 
     The backend is gloo on a CPU and NCCL on GPUs. If CPU offload or asynchronous checkpoints need
     gloo on GPUs, it is added for CPU tensors. Without torchrun the group has one rank.
-
-    Raises:
-        ValueError: `choose_device` raises it.
     """
     device = choose_device(job_config)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -114,8 +107,6 @@ def set_determinism(
     """Seeds all ranks with the same seed, to which each pipeline stage adds its index.
 
     Args:
-        world_mesh: the mesh of all ranks.
-        device: the rank's device.
         seed: the first stage's seed; None: rank 0's current seed.
         deterministic: whether torch uses deterministic algorithms only.
     """
@@ -141,12 +132,7 @@ def set_determinism(
 
 
 def seed_generators(seed: int, seed_torch: Callable[[int], Any] = torch.manual_seed) -> None:
-    """Seeds torch's, Python's and, if it is imported, numpy's random numbers.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-        seed_torch: seeds torch's.
-    """
+    """Seeds torch's, Python's and, if it is imported, numpy's random numbers."""
     seed_torch(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -160,9 +146,6 @@ def set_pg_timeouts(
 
     Waits for all ranks first. Otherwise the others could exceed the new timeout while they wait
     for a rank that is late within the old timeout.
-
-    Args:
-        more: meshes of several of `world_mesh`'s dimensions, which have groups of their own.
     """
     if world_mesh.device_type == "cuda":
         dist.barrier(device_ids=[torch.cuda.current_device()])
@@ -177,40 +160,26 @@ def set_pg_timeouts(
 # ---- reductions ----------------------------------------------------------------------------------
 
 
-def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> float:
+def mean_and_max(value: Tensor, mesh: DeviceMesh) -> tuple[float, float]:
+    """Reduces a 0-dim tensor over a 1-dim mesh. Waits for the device."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    # float64, where sums of fp32 are exact enough; a copy, because the collective works in place
-    reduced = value.detach().to(torch.float64, copy=True)
-    dist.all_reduce(reduced, op, group=mesh.get_group())
-    return float(reduced.item())
-
-
-def dist_mean(value: Tensor, mesh: DeviceMesh) -> float:
-    """Returns the mean of a 0-dim tensor over a 1-dim mesh. Waits for the device."""
-    return _reduce(value, dist.ReduceOp.SUM, mesh) / mesh.size()  # gloo has no AVG
-
-
-def dist_max(value: Tensor, mesh: DeviceMesh) -> float:
-    """Returns the maximum of a 0-dim tensor over a 1-dim mesh. Waits for the device."""
-    return _reduce(value, dist.ReduceOp.MAX, mesh)
+    mine = value.detach().double()  # in which sums of fp32 are exact enough
+    every = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(every, mine, group=mesh.get_group())
+    found = torch.stack(every)
+    return float(found.mean()), float(found.max())
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, pp_mesh: DeviceMesh | None = None
 ) -> Tensor:
-    """Clips gradients as torch.nn.utils.clip_grad_norm_, by the 2-norm over all pipeline stages.
-
-    For torch's optimizers; torchopt_ext's optimizers clip in their step.
+    """Clips gradients of torch's optimizers as torch.nn.utils.clip_grad_norm_. Returns the norm.
 
     Args:
         parameters: parameters of this rank's stages.
-        max_norm: larger norms are scaled to this norm.
-        pp_mesh: mesh of the pipeline's ranks.
-
-    Returns:
-        The norm before clipping, 0-dim.
+        pp_mesh: mesh of the pipeline's ranks. The norm is that of all stages.
     """
     params = list(parameters)
     for param in params:

@@ -25,7 +25,6 @@ def export_safetensors(
 
     Args:
         checkpoint: a folder ``step-N`` of CheckpointManager or of torchtitan.
-        output: the file, usually named ``*.safetensors``.
         dtype: the dtype to convert floating-point tensors to; None: no conversion.
 
     Raises:

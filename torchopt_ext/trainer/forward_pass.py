@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig, expect_multiple
 from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import set_gradient_sync
@@ -159,11 +159,9 @@ class ForwardPass:
             return None
         from torch.distributed.tensor.experimental import context_parallel
 
-        if inputs.shape[1] % (2 * degree):  # two chunks per rank, to balance causal work
-            raise ConfigError(
-                f"training.seq_len is {inputs.shape[1]}, expected a multiple of twice "
-                f"parallelism.context_parallel_degree {degree}"
-            )
+        # Two chunks per rank, to balance causal work.
+        what = "twice parallelism.context_parallel_degree"
+        expect_multiple("training.seq_len", inputs.shape[1], 2 * degree, what)
         tables: list[Any] = [part.freqs_cis for part in self.model_parts]
         _torch.set_rotate_method(self._config.parallelism.context_parallel_rotate_method)
         return context_parallel(

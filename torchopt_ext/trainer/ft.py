@@ -71,9 +71,8 @@ def init_ft_manager(job_config: JobConfig) -> FTManager:
     """Builds the manager that `[fault_tolerance]` asks for.
 
     Raises:
-        MissingExtra: Fault tolerance is enabled, but torchft is not installed.
-        ConfigError: The group size or replica id is out of range, or torchrun did not start the
-            job.
+        ConfigError: The group size or replica id is out of range, torchrun did not start the job,
+            or torchft is not installed.
     """
     config = job_config.fault_tolerance
     if not config.enable:

@@ -8,12 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class GarbageCollection:
-    """Turns automatic collection off and collects every ``gc_freq`` steps.
-
-    Args:
-        gc_freq: steps from one collection to the next, 1 or more.
-        debug: collect everything in every step.
-    """
+    """Turns automatic collection off and collects every ``gc_freq`` steps, or in all to debug."""
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
         self.gc_freq, self.debug = gc_freq, debug
@@ -21,7 +16,6 @@ class GarbageCollection:
         self.collect()
 
     def run(self, step: int) -> None:
-        """Collects if a collection is due in this step."""
         if self.debug:
             self.collect(2)
         elif step > 1 and step % self.gc_freq == 0:
@@ -35,5 +29,4 @@ class GarbageCollection:
         logger.debug("garbage collection took %.3f s", time.monotonic() - started)
 
     def close(self) -> None:
-        """Turns automatic collection on again."""
         gc.enable()

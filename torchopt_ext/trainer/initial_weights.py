@@ -45,7 +45,6 @@ def init_parts(
 
     Args:
         ties: :func:`tied_names` of the model before it was split and parallelized.
-        device: the device that trains.
 
     Raises:
         ConfigError: A tied parameter was split, or shards cannot be kept in low precision.

@@ -7,24 +7,26 @@ import sys
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchopt_ext.trainer.extras import MissingExtra, import_extra
 
 
-class MetricWriter(Protocol):
+class MetricWriter:
     """Writes the metrics of one step at a time."""
 
-    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 _COLORS = ("31", "32", "38;2;180;60;0", "38;2;54;234;195", "34", "36", "35")
 """torchtitan's colors of a line's parts, as codes for a terminal."""
 
 
-class Lines:
+class Lines(MetricWriter):
     """Prints one line per step on standard output, on a terminal in colors."""
 
     def __init__(self, colored: bool) -> None:
@@ -37,21 +39,9 @@ class Lines:
             parts[-1] += "\033[39m"
         print("  ".join(parts), flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class ProgressBar:
-    """A bar over the steps of the job, with the newest metrics next to it.
-
-    Log messages to the console appear above the bar.
-
-    Args:
-        steps: number of steps of the whole job.
-
-    Raises:
-        MissingExtra: tqdm is not installed.
-    """
+class ProgressBar(MetricWriter):
+    """A bar over all steps of the job, with the newest metrics. Log messages appear above it."""
 
     def __init__(self, steps: int) -> None:
         self._tqdm = import_extra("tqdm", "metrics.progress_bar").tqdm
@@ -104,13 +94,11 @@ def parts_of(step: int, metrics: dict[str, float]) -> list[str]:
     return [f"step: {step:2}", *map(": ".join, describe(metrics).items())]
 
 
-class JsonLines:
+class JsonLines(MetricWriter):
     """Appends one JSON object per step to a file. Values that are not finite become null.
 
-    A resumed job also appends. Of two lines of a step with the same keys, the later line counts.
-
-    Args:
-        path: path of the file. An incomplete last line of a killed job is cut off.
+    A resumed job also appends. Of two lines of a step with the same keys, the later line counts. An
+    incomplete last line of a killed job is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,15 +116,8 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
-    """Writes scalars for TensorBoard.
-
-    Args:
-        folder: the run's folder.
-
-    Raises:
-        MissingExtra: TensorBoard is not installed.
-    """
+class TensorBoard(MetricWriter):
+    """Writes scalars for TensorBoard into a folder."""
 
     def __init__(self, folder: Path) -> None:
         module = import_extra("torch.utils.tensorboard", "metrics.enable_tensorboard")
@@ -150,16 +131,8 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """Writes to a run of Weights & Biases, in the project WANDB_PROJECT or "torchopt_ext".
-
-    Args:
-        folder: folder for the run's files.
-        config: the job's configuration, which is shown with the run.
-
-    Raises:
-        MissingExtra: wandb is not installed.
-    """
+class WeightsAndBiases(MetricWriter):
+    """Writes to a run of Weights & Biases, in the project WANDB_PROJECT or "torchopt_ext"."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         try:

@@ -38,19 +38,14 @@ def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
 class MetricsProcessor:
     """Computes and writes metrics, as torchtitan/components/metrics.py at commit 96c11f922.
 
-    The Trainer adds to the counters at every step. It calls :meth:`log` at the steps for which
-    :meth:`should_log` returns True. Nothing here reads a tensor or waits for a device.
-
-    Args:
-        job_config: its `metrics` section chooses the writers.
-        parallel_dims: says how many ranks share the same tokens, and which rank reports.
+    The Trainer adds to the counters at every step, and calls :meth:`log` where :meth:`should_log`
+    says so. Nothing here reads a tensor or waits for a device.
 
     Attributes:
-        device_memory_monitor: monitor of the memory of this rank's device.
         num_flops_per_token: floating-point operations for one token, forward and backward; 0 or
             less: unknown.
         optimizers, lr_schedulers: set by the Trainer, for metrics of a subclass.
-        ntokens_since_last_log: tokens that this rank has read, int.
+        ntokens_since_last_log: tokens that this rank has read.
         data_loading_times: seconds that each step since the last log waited for data.
         time_last_log: time.perf_counter() at the start of the measured time.
 
@@ -85,8 +80,7 @@ class MetricsProcessor:
         """Writes the metrics of the steps since the last log, and resets the counters.
 
         Args:
-            step: the step that was just made.
-            global_avg_loss, global_max_loss: its loss, over the ranks that read different tokens.
+            global_avg_loss, global_max_loss: over the ranks that read different tokens.
             extra_metrics: further metrics by tag. They replace metrics of the same tag.
         """
         seconds = time.perf_counter() - self.time_last_log
@@ -128,7 +122,6 @@ class MetricsProcessor:
             self.time_last_log += time.perf_counter() - started
 
     def log_validation(self, loss: float, step: int) -> None:
-        """Writes a validation loss. The counters of training do not change."""
         self._write(step, {"validation_metrics/loss": loss})
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:

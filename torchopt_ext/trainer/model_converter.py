@@ -27,20 +27,12 @@ _CONVERTERS = Registry[type[ModelConverter]]("model converter", "register_model_
 
 
 def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
-    """Registers a converter under a name for `model.converters`.
-
-    Raises:
-        ValueError: The name is registered already.
-    """
+    """Registers a converter under a new name for `model.converters`."""
     _CONVERTERS.add(name, converter_cls)
 
 
 class ModelConvertersContainer:
-    """The converters of a job, in the order of `model.converters`.
-
-    Raises:
-        ConfigError: A name is not registered.
-    """
+    """The converters of a job, in the order of `model.converters`."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:
         classes = [*map(_CONVERTERS.get, job_config.model.converters)]

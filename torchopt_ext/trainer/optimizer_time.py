@@ -8,11 +8,7 @@ import torch
 
 
 class OptimizerTime:
-    """A context manager that times each step. On a GPU, :meth:`mean` reads the events.
-
-    Args:
-        device: the device that the step runs on.
-    """
+    """A context manager that times each step. On a GPU, :meth:`mean` reads the events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -25,28 +25,20 @@ from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.optim.groups import KINDS, expect_found, params_matching
 from torchopt_ext.state.collective import all_gather_text, fail_together
 from torchopt_ext.state.entries import unwrapped
-from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error, expect_multiple
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 
 
 def gradient_accumulation_steps(job_config: JobConfig, dp_degree: int) -> int:
-    """Returns the number of local batches in one step.
-
-    Raises:
-        ValueError: training.global_batch_size is not a multiple of all ranks' local batches.
-    """
+    """Returns the number of local batches in one step."""
     training = job_config.training
-    at_once = training.batch_size * dp_degree
-    wanted = training.global_batch_size
-    if wanted < 0:
+    if training.global_batch_size < 0:
         return 1
-    if wanted == 0 or wanted % at_once:
-        raise ConfigError(
-            f"training.global_batch_size is {wanted}, expected a multiple of {at_once}: "
-            f"training.batch_size {training.batch_size} x {dp_degree} data-parallel ranks"
-        )
-    return wanted // at_once
+    at_once = training.batch_size * dp_degree
+    what = f"training.batch_size {training.batch_size} x {dp_degree} data-parallel ranks"
+    expect_multiple("training.global_batch_size", training.global_batch_size, at_once, what)
+    return training.global_batch_size // at_once
 
 
 @as_config_error()
@@ -56,11 +48,8 @@ def build_optimizers(
     """Builds a job's optimizers. torchopt_ext's clip to `training.max_norm` in their step.
 
     Raises:
-        ConfigError: The optimizer's name is unknown; a setting has no effect (in a pipeline
-            `build_for_stage` checks this); torch's optimizers should step in backward, and clip or
-            skip; low-precision shards or ZeRO without implementation "fused"; ZeRO in backward or
-            with fault tolerance.
-        AssertionError: The implementation is unknown.
+        ConfigError: A setting is unknown, has no effect (in a pipeline `build_for_stage` checks
+            this), or does not go with the others.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
     if config.name not in FUSED:
@@ -94,21 +83,21 @@ def build_optimizers(
         no_group = SimpleNamespace(get_group=lambda: None)  # build_for_stage sets it later
         kinds = SimpleNamespace(pp_enabled=stages, ep_enabled=False, get_mesh=lambda _: no_group)
         return containers.build_optimizers(model_parts, config, kinds, ft_manager)
-    if config.implementation != "fused" or config.early_step_in_backward:
-        raise ConfigError(
-            f"parallelism.zero is {partition!r}, which needs optimizer.implementation 'fused' and "
-            f"early_step_in_backward false, found {config.implementation!r} and "
-            f"{config.early_step_in_backward}"
-        )
     dims = ParallelDims.of(job_config.parallelism, dist.get_world_size())
-    if dims.dp_shard * dims.tp * dims.pp > 1:
-        raise ConfigError(
-            f"parallelism.zero is {partition!r}, which needs data_parallel_replicate_degree alone, "
-            f"found data_parallel_shard_degree {dims.dp_shard}, tensor_parallel_degree {dims.tp} "
-            f"and pipeline_parallel_degree {dims.pp}"
-        )
-    if ft_manager is not None and ft_manager.enabled:
-        raise ConfigError("parallelism.zero divides the state among ranks that may not come and go")
+    needed = {  # by one process for each whole replica, all of which stay until the end
+        "optimizer.implementation": (config.implementation, "fused"),
+        "optimizer.early_step_in_backward": (config.early_step_in_backward, False),
+        "parallelism.data_parallel_shard_degree": (dims.dp_shard, 1),
+        "parallelism.tensor_parallel_degree": (dims.tp, 1),
+        "parallelism.pipeline_parallel_degree": (dims.pp, 1),
+        "fault_tolerance.enable": (ft_manager is not None and ft_manager.enabled, False),
+    }
+    for name, (found, expected) in needed.items():
+        if found != expected:
+            raise ConfigError(
+                f"parallelism.zero is {partition!r}, which needs {name} {expected!r}, found "
+                f"{found!r}"
+            )
     options = fused_options(config)
     params = [param for part in model_parts for param in part.parameters()]
     reject_ineffective(options, params)
@@ -136,10 +125,6 @@ def build_for_stage(
     build: Callable[[], OptimizersContainer[Any]], job_config: JobConfig, process_group: Any
 ) -> OptimizersContainer[Any]:
     """Builds the optimizers of one pipeline stage. All stages clip and skip by one norm.
-
-    Args:
-        build: builds this stage's optimizers.
-        process_group: group of the stages.
 
     Raises:
         ConfigError: No stage has a trainable parameter, a setting has no effect in any stage, or a

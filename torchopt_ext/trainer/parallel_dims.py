@@ -32,14 +32,12 @@ class ParallelDims:
     Args:
         dp_replicate: copies of the model: DDP, or with dp_shard the outer dimension of HSDP.
         dp_shard: ranks that shard a copy by FSDP; -1: all ranks that the other degrees leave.
-        cp: ranks that shard a sequence (context parallelism).
-        tp: ranks that shard a layer (tensor parallelism).
-        pp: ranks that split the layers (pipeline parallelism).
-        world_size: number of all ranks.
+        cp, tp, pp: ranks that shard a sequence (context parallelism), that shard a layer (tensor
+            parallelism), and that split the layers (pipeline parallelism).
         enable_loss_parallel: whether tensor-parallel ranks each compute a part of the loss.
 
     Raises:
-        ValueError: The product of the degrees is not the world size, or a degree is less than 1.
+        ConfigError: The product of the degrees is not the world size, or a degree is less than 1.
     """
 
     dp_replicate: int
@@ -87,7 +85,6 @@ class ParallelDims:
         self.non_data_parallel_size = self.cp * self.tp * self.pp
 
     def degrees(self) -> dict[str, int]:
-        """Returns the degrees by name."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
@@ -100,11 +97,8 @@ class ParallelDims:
             "dp_shard_cp": dp_shard and cp, over which FSDP shards parameters;
             "dp_cp": dp_replicate, dp_shard and cp, over which the loss is averaged.
 
-        Args:
-            device_type: "cpu" or "cuda".
-
         Raises:
-            ValueError: torch's context parallelism does not support the device.
+            ConfigError: torch's context parallelism does not support the device.
         """
         if self.cp_enabled and device_type != "cuda":
             # torch/distributed/tensor/experimental/_context_parallel/_attention.py shards only
@@ -125,9 +119,6 @@ class ParallelDims:
         """Returns one dimension of the built mesh, or several dimensions together.
 
         world_mesh[name] is the same, but torch warns if the name stands for several dimensions.
-
-        Raises:
-            ValueError: The mesh has no such name.
         """
         if name not in self._meshes:
             raise ValueError(f"the mesh has no {name!r}, expected one of {list(self._meshes)}")
@@ -135,7 +126,6 @@ class ParallelDims:
 
     @property
     def meshes(self) -> list[DeviceMesh]:
-        """The meshes of :meth:`get_mesh`."""
         return list(self._meshes.values())
 
     def fsdp_mesh(self, world_mesh: DeviceMesh) -> DeviceMesh:

@@ -24,7 +24,12 @@ from torch.utils.checkpoint import (
 )
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer.config import ActivationCheckpoint, ConfigError, JobConfig
+from torchopt_ext.trainer.config import (
+    ActivationCheckpoint,
+    ConfigError,
+    JobConfig,
+    expect_multiple,
+)
 from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.initial_weights import tie, tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -43,7 +48,7 @@ def parallelize(
     *,
     tp_plan: TensorParallelPlan | None = None,
 ) -> nn.Module:
-    """Parallelizes a model, or a pipeline stage's part, as the job asks.
+    """Parallelizes a model, or a pipeline stage's part, as the job asks. Returns the model.
 
     The order is: tensor parallelism, activation checkpointing, torch.compile, FSDP2 or DDP. The
     names of modules and parameters stay as they are.
@@ -52,15 +57,10 @@ def parallelize(
         model: on the meta device, or where it trains; `model.layers` is an nn.ModuleDict of the
             repeated blocks, each of which is checkpointed, compiled and sharded separately.
         world_mesh: the mesh of `ParallelDims.build_mesh`.
-        parallel_dims: the mesh's degrees.
-        job_config: the job.
         tp_plan: the plan for tensor parallelism.
 
-    Returns:
-        The model, changed in place.
-
     Raises:
-        ValueError: Settings cannot be combined. The message says which.
+        ConfigError: Settings cannot be combined. The message says which.
     """
     config = job_config.parallelism
     if config.enable_compiled_autograd and parallel_dims.world_size > 1:
@@ -80,15 +80,12 @@ def parallelize(
                 f"parallelism.tensor_parallel_degree is {parallel_dims.tp}, but "
                 f"{type(model).__name__}'s TrainSpec gives parallelize no tp_plan"
             )
-        lengths = {"training.seq_len": job_config.training.seq_len}
+        lengths = {"training": job_config.training.seq_len}
         if job_config.validation.enable:
-            lengths["validation.seq_len"] = job_config.validation.seq_len
-        for name, length in lengths.items():
-            if length % parallel_dims.tp:
-                raise ConfigError(
-                    f"{name} is {length}, expected a multiple of "
-                    f"parallelism.tensor_parallel_degree {parallel_dims.tp}"
-                )
+            lengths["validation"] = job_config.validation.seq_len
+        for section, length in lengths.items():
+            what = "parallelism.tensor_parallel_degree"
+            expect_multiple(f"{section}.seq_len", length, parallel_dims.tp, what)
         plan = tp_plan(model, parallel_dims.loss_parallel_enabled)
         ties = tied_names(model)
         parallelize_module(model, world_mesh["tp"], dict(plan))
@@ -121,11 +118,7 @@ def parallelize(
 
 
 def layers_of(model: nn.Module) -> nn.ModuleDict:
-    """Returns the repeated blocks of a model.
-
-    Raises:
-        TypeError: `model.layers` is not an nn.ModuleDict.
-    """
+    """Returns the repeated blocks of a model."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict):
         raise TypeError(
@@ -141,12 +134,8 @@ def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> No
     """Recomputes activations in backward: all, those of every n-th layer, or all but costly ones.
 
     Args:
-        model: with `layers`.
         config: mode "none", "full" or "selective"; selective_ac_option n, or "op", which saves the
             outputs of `_torch.ops_worth_saving`, but only of every second matrix product.
-
-    Raises:
-        ConfigError: The option is unknown.
     """
     option = config.selective_ac_option
     if config.mode == "none":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
+from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism, expect_multiple
 from torchopt_ext.trainer.initial_weights import tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import layers_of
@@ -50,11 +50,7 @@ def pipeline(
     Args:
         model: the whole model, on the meta device.
         world_mesh: a mesh with a dimension "pp".
-        parallel_dims: the mesh's degrees.
-        job_config: names the schedule, the split and the size of a microbatch.
-        device: this rank's device.
         model_args: not used; part of torchtitan's signature.
-        parallelize_fn: parallelizes each part.
         loss_fn: computes the mean loss of a microbatch, from output and labels.
 
     Returns:
@@ -66,29 +62,17 @@ def pipeline(
             parameter. The message says which. All ranks raise.
     """
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import (
-        PipelineScheduleMulti,
-        PipelineScheduleSingle,
-        get_schedule_class,
-    )
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
     config, training = job_config.parallelism, job_config.training
     try:
         schedule_class = get_schedule_class(config.pipeline_parallel_schedule)
     except ValueError as error:
         raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from None
-    if schedule_class in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise ConfigError(
-            "parallelism.pipeline_parallel_schedule is "
-            f"{config.pipeline_parallel_schedule!r}, which is a base class of schedules"
-        )
-    if training.batch_size % config.pipeline_parallel_microbatch_size:
-        raise ConfigError(
-            f"training.batch_size is {training.batch_size}, expected a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size "
-            f"{config.pipeline_parallel_microbatch_size}"
-        )
-    n_microbatches = training.batch_size // config.pipeline_parallel_microbatch_size
+    size = config.pipeline_parallel_microbatch_size
+    what = "parallelism.pipeline_parallel_microbatch_size"
+    expect_multiple("training.batch_size", training.batch_size, size, what)
+    n_microbatches = training.batch_size // size
 
     split = split_layers(list(layers_of(model)), parallel_dims.pp, schedule_class, config)
     _check_ties(model, split)
@@ -119,12 +103,10 @@ def pipeline(
             loss_fn=microbatch_loss,
             scale_grads=False,
         )
-    except ValueError as error:  # the numbers are the same on all ranks
+    except (TypeError, ValueError) as error:  # the class or numbers, the same on all ranks
         raise ConfigError(
-            f"training.batch_size {training.batch_size} in microbatches of "
-            f"parallelism.pipeline_parallel_microbatch_size "
-            f"{config.pipeline_parallel_microbatch_size}, with schedule "
-            f"{config.pipeline_parallel_schedule}: {error}"
+            f"training.batch_size {training.batch_size} in microbatches of {what} {size}, with "
+            f"schedule {config.pipeline_parallel_schedule}: {error}"
         ) from error
     return schedule, model_parts, mine[0] == 0, len(split) - 1 in mine
 

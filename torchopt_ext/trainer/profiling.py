@@ -43,11 +43,8 @@ def maybe_enable_profiling(
     {dump_folder}/{save_traces_folder}/iteration_{step}/rank{rank}_trace.json. On a CPU, traces also
     hold allocations and frees.
 
-    Args:
-        global_step: number of steps done.
-
     Raises:
-        ValueError: A cycle is too short.
+        ConfigError: A cycle is too short.
     """
     config = job_config.profiling
     if not config.enable_profiling:
@@ -81,25 +78,17 @@ def maybe_enable_profiling(
 
 
 class MemoryProfiler:
-    """Writes snapshots of the CUDA allocator's history, every few steps.
-
-    Args:
-        folder: the folder in which each snapshot gets a subfolder.
-        step_num: number of steps done.
-        freq: steps between snapshots.
-    """
+    """Writes the CUDA allocator's history for pytorch.org/memory_viz, every few steps."""
 
     def __init__(self, folder: Path, step_num: int, freq: int) -> None:
         self._folder, self.step_num, self._freq = folder, step_num, freq
 
     def step(self) -> None:
-        """Counts a step, and writes a snapshot if one is due."""
         self.step_num += 1
         if self.step_num % self._freq == 0:
             self.dump(f"iteration_{self.step_num}")
 
     def dump(self, name: str) -> None:
-        """Writes a snapshot for pytorch.org/memory_viz."""
         path = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"
         _write("a memory snapshot", path, dump_memory_snapshot)
 
@@ -113,11 +102,8 @@ def maybe_enable_memory_snapshot(
     It writes a snapshot every `profile_freq` steps, and when memory runs out:
     {dump_folder}/{save_memory_snapshot_folder}/iteration_{step}[_exit]/rank{rank}_memory_snapshot.pickle.
 
-    Args:
-        global_step: number of steps done.
-
     Raises:
-        ValueError: The device is a CPU, whose allocations torch does not record.
+        ConfigError: The device is a CPU, whose allocations torch does not record.
     """
     config = job_config.profiling
     if not config.enable_memory_snapshot:

@@ -8,12 +8,7 @@ Value = TypeVar("Value")
 
 
 class Registry(Generic[Value]):
-    """The values of one kind by name.
-
-    Args:
-        kind: the kind of the values, for messages.
-        function: name of the function in torchopt_ext.trainer that adds a value.
-    """
+    """The values of one kind by name. ``function`` of torchopt_ext.trainer adds one."""
 
     def __init__(self, kind: str, function: str) -> None:
         self._kind, self._function = kind, function

@@ -57,11 +57,7 @@ def divided(value: Any, where: str, *, strict: bool = False, nested: bool = Fals
 
 
 def undivided(value: Any, where: str) -> Any:
-    """Returns a value in a form that DCP saves as one entry. :func:`restored` undoes the form.
-
-    Raises:
-        TypeError: :func:`one_entry` raises it.
-    """
+    """Returns a value in a form that DCP saves as one entry. :func:`restored` undoes the form."""
     value = one_entry(value, where)
     return value if type(value) in (*PLAIN, bytes) else (_WHOLE, value)
 
@@ -155,18 +151,13 @@ def _check_loadable(value: Any, where: str) -> None:
 
 
 def packed(value: Any) -> bytes:
-    """Packs a nested value into one entry. DCP would make an entry per item, in fixed number."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def unpacked(data: Any, what: str) -> Any:
-    """Returns the value that :func:`packed` got, without running code of the file.
-
-    Raises:
-        ValueError: The data is not from :func:`packed`.
-    """
+    """Returns the value that :func:`packed` got, without running code of the file."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except (MemoryError, torch.OutOfMemoryError):

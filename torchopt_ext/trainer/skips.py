@@ -14,10 +14,8 @@ class SkippedSteps:
     On a GPU the total is copied to the host asynchronously and read when it has arrived, so that
     the limit takes effect a step or two late.
 
-    Args:
-        limit: consecutive skipped steps at which to stop; 0: never.
-
     Attributes:
+        limit: consecutive skipped steps at which to stop; 0: never.
         total: total of skipped steps. Set it if the control block does not begin at 0.
     """
 

@@ -25,9 +25,6 @@ class StopOnSignal:
     step. All ranks stop after that step.
 
     Signals reach only Python's main thread. In another thread no signal is watched.
-
-    Args:
-        device: the device that the steps run on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,11 +50,7 @@ class StopOnSignal:
         self.received = True
 
     def last_step(self, step: int) -> int | None:
-        """Returns the step after which to stop, or None. Call it once before each step.
-
-        Args:
-            step: the step that is about to be made.
-        """
+        """Returns the step after which to stop, or None. Call it once before each step."""
         if self._on_gpu:
             self._ends.append(self._event())
             self._ends[-1].record()

@@ -94,11 +94,7 @@ _TRAIN_SPECS = Registry[TrainSpec]("model", "register_train_spec")
 
 
 def register_train_spec(train_spec: TrainSpec) -> None:
-    """Registers a model under the TrainSpec's name.
-
-    Raises:
-        ValueError: The name is registered already.
-    """
+    """Registers a model under the TrainSpec's name, which must be new."""
     _TRAIN_SPECS.add(train_spec.name, train_spec)
 
 

@@ -215,7 +215,6 @@ class Trainer(Stateful):
         self._steps_in_backward = isinstance(self.optimizers, OptimizersInBackwardContainer)
         self._forward_writes = any(map(_saves_buffers, self.model_parts))
         self._skips = SkippedSteps(job_config.training.max_consecutive_skips)
-        self._clip_time = OptimizerTime(self.device)  # if it is not part of the step
         self._optimizer_time = OptimizerTime(self.device)
 
     # ---- one step -------------------------------------------------------------------------------
@@ -255,20 +254,18 @@ class Trainer(Stateful):
             self.checkpointer.maybe_wait_for_staging()
         loss = self.forward_pass.backward(input_dict, labels)
         self.ft_manager.average_gradients(self.model_parts)
-        grad_norm = None
-        if not self._clips_in_step:
-            dims = self.parallel_dims
-            with self._clip_time:
+        grad_norm, usable, dims = None, True, self.parallel_dims
+        with self._optimizer_time:
+            if not self._clips_in_step:
                 grad_norm = distributed.clip_grad_norm_(
                     [p for part in self.model_parts for p in part.parameters()],
                     self.job_config.training.max_norm,
                     dims.get_mesh("pp") if dims.pp_enabled else None,
                 )
-        self.checkpointer.maybe_wait_for_staging()
-        skips = self.job_config.optimizer.skip_nonfinite  # which torch's optimizers do not do
-        usable = grad_norm is None or not skips or bool(grad_norm.isfinite())
-        if usable:
-            with self._optimizer_time:
+                skips = self.job_config.optimizer.skip_nonfinite  # torch's optimizers do not skip
+                usable = not skips or bool(grad_norm.isfinite())
+            self.checkpointer.maybe_wait_for_staging()
+            if usable:
                 self.optimizers.step()
         if self.metrics_processor.should_log(self.step):  # a rate on a GPU makes the host wait
             own = (scheduler.get_last_lr() for scheduler in self.lr_schedulers.schedulers)
@@ -290,14 +287,13 @@ class Trainer(Stateful):
         dims = self.parallel_dims
         if not dims.dp_cp_enabled:
             return (loss.item(),) * 2
-        mesh = dims.get_mesh("dp_cp")
-        return distributed.dist_mean(loss, mesh), distributed.dist_max(loss, mesh)
+        return distributed.mean_and_max(loss, dims.get_mesh("dp_cp"))
 
     def _log(self, loss: Tensor, grad_norm: Tensor | None) -> None:
         mean, largest = self._mean_and_max(loss)
         if grad_norm is None:
             grad_norm = self.optimizers.control.grad_norm
-        seconds = self._clip_time.mean() + self._optimizer_time.mean()
+        seconds = self._optimizer_time.mean()
         more = {
             "grad_norm": grad_norm.item(),
             "lr": self._step_lr,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import prepare_stages_again
-from torchopt_ext.trainer.config import ConfigError, JobConfig
+from torchopt_ext.trainer.config import ConfigError, JobConfig, expect_multiple
 from torchopt_ext.trainer.forward_pass import ForwardPass
 from torchopt_ext.trainer.pipeline import is_v_shaped
 
@@ -23,13 +23,9 @@ def _check_batch_size(job_config: JobConfig) -> None:
             "validation.enable does not go with parallelism.pipeline_parallel_schedule "
             f"{parallelism.pipeline_parallel_schedule!r}: torch evaluates no V-shaped schedule"
         )
-    size = parallelism.pipeline_parallel_microbatch_size
-    microbatches = training.batch_size // size
-    if validation.local_batch_size % microbatches:
-        raise ConfigError(
-            f"validation.local_batch_size is {validation.local_batch_size}, expected a multiple of "
-            f"the pipeline schedule's {microbatches} microbatches"
-        )
+    microbatches = training.batch_size // parallelism.pipeline_parallel_microbatch_size
+    what = "the microbatches of the pipeline's schedule"
+    expect_multiple("validation.local_batch_size", validation.local_batch_size, microbatches, what)
     shape = validation.local_batch_size, validation.seq_len
     trained = training.batch_size, training.seq_len
     if torch.__version__ < "2.15" and shape != trained:

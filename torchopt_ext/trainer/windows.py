@@ -19,12 +19,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class TokenWindows(Dataset[Tensor]):
-    """Consecutive windows of `seq_len + 1` tokens. A remainder at the end is left out.
-
-    Args:
-        tokens: tokens of any integer type.
-        seq_len: number of inputs in a sample.
-    """
+    """Consecutive windows of `seq_len + 1` tokens of any integer type. A remainder is left out."""
 
     def __init__(self, tokens: "Tensor | FileBytes", seq_len: int) -> None:
         self._tokens, self.seq_len = tokens, seq_len
@@ -57,13 +52,6 @@ class FileBytes:
     """The bytes of all files under a path as one sequence, in the order of their names.
 
     Files are mapped into memory when they are read, and never copied as a whole.
-
-    Args:
-        path: path of a folder or a file.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        PermissionError: A file or folder cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,10 +85,8 @@ def _map_file(path: Path, size: int) -> Tensor:
 def files_under(path: Path) -> Iterator[Path]:
     """Yields all regular files under `path`, by relative path, or `path` if it is a file.
 
-    Pipes and devices, which would block or never end, are left out.
-
-    Raises:
-        FileNotFoundError, PermissionError: A file or folder cannot be read. The error names it.
+    Pipes and devices, which would block or never end, are left out. A file or folder that cannot be
+    read raises the system's error.
     """
 
     def fail(error: OSError) -> None:

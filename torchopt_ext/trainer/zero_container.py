@@ -22,16 +22,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
 
     The state dict has the keys of :class:`OptimizersContainer`'s, with this rank's shards of
     tensors. Distributed checkpoints can therefore move between ZeRO and every other layout.
-
-    Args:
-        model_parts: one module, the same on all ranks; DistributedDataParallel averages gradients.
-        optimizer_cls: a class of fused optimizers.
-        optimizer_kwargs: arguments of `optimizer_cls`.
-        partition: "greedy" or "balanced", as in ZeroRedundancyOptimizer.
-        **kwargs: as in OptimizersContainer.
-
-    Raises:
-        ValueError: There is more than one part, or ZeroRedundancyOptimizer raises it.
+    DistributedDataParallel averages gradients. ``partition`` is as in ZeroRedundancyOptimizer.
     """
 
     def __init__(
