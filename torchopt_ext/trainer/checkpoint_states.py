@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext._torch import set_element
-from torchopt_ext.state.entries import plain
+from torchopt_ext.state.entries import plain, unwrapped
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked
@@ -30,7 +31,9 @@ def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for part in model_parts:
-        own = get_model_state_dict(part)
+        # As get_model_state_dict, which takes 60 us for each key and would delay a training step.
+        inner = part.module if isinstance(part, DistributedDataParallel) else part
+        own = {unwrapped(name): value for name, value in inner.state_dict().items()}
         if both := sorted(merged.keys() & own.keys()):
             raise ValueError(f"more than one model part has {both}")
         merged |= own

@@ -28,6 +28,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.statedict.dcp import Reader
@@ -756,3 +758,12 @@ def test_an_export_holds_every_dtype(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'c' is torch\.complex128"):
         export_safetensors(tmp_path / "step-2", output)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [output.name]
+
+
+def test_model_state_is_torchs() -> None:
+    """Keys lack the names that wrappers add."""
+    model = nn.Sequential(nn.Linear(3, 4), torch.compile(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    for wrapped in (model, nn.parallel.DistributedDataParallel(model)):
+        ours, theirs = checkpoint_states.model_state([wrapped]), get_model_state_dict(wrapped)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].data_ptr() == theirs[key].data_ptr() for key in theirs)
