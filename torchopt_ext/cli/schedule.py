@@ -147,16 +147,16 @@ def main(args: list[str]) -> int:
 
 def from_job(path: str) -> Curve:
     """Returns the schedule of a job's TOML file."""
-    from torchopt_ext.trainer.config import ConfigError  # needs the Trainer's packages
-    from torchopt_ext.trainer.load_config import load_config
+    from torchopt_ext.trainer.load_config import load_config  # needs the Trainer's packages
 
     try:
         job = load_config(["--config", path], prog="python -m torchopt_ext schedule")
-    except (ConfigError, ImportError) as error:
+        lr = job.optimizer.lr
+        if lr is None:
+            lr = common_arguments(job.optimizer)["lr"]
+    except (ValueError, ImportError) as error:
         raise CommandError(str(error)) from error
-    lr, steps = job.optimizer.lr, job.lr_scheduler.total_steps or job.training.steps
-    if lr is None:
-        lr = common_arguments(job.optimizer)["lr"]
+    steps = job.lr_scheduler.total_steps or job.training.steps
     if not 0 <= lr < math.inf:
         raise CommandError(f"optimizer.lr is {lr} in {path}, expected a number of 0 or more")
     if not 1 <= steps <= MOST_STEPS:

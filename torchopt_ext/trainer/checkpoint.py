@@ -10,7 +10,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -100,9 +100,12 @@ class CheckpointManager:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
             )
-        # A separate group, because saves run during the training's collectives.
-        self._group: Any = cast(Any, dist.new_group(backend="gloo"))
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._group: Any = None
+        self._rank, self._ranks = 0, 1
+        if dist.is_initialized():
+            # A separate group, because saves run during the training's collectives.
+            self._group = dist.new_group(backend="gloo")
+            self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         layout = states_of.layout(job_config.parallelism, self._ranks)
         self._own: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
         if dataloader is not None:
@@ -256,7 +259,11 @@ class CheckpointManager:
             with fail_together(self._group):
                 state = state.result() if isinstance(state, Staged) else state
             dcp_save(
-                state, storage_writer=writer, planner=Planner(writer), process_group=self._group
+                state,
+                storage_writer=writer,
+                planner=Planner(writer),
+                process_group=self._group,
+                no_dist=self._group is None,
             )
             every = self._everyones(writer.fs.written, "listing a checkpoint's files")
             written = {name: file for own in every for name, file in own.items()}
@@ -450,8 +457,9 @@ class CheckpointManager:
                 text = "%s has entries that the job's model lacks, and that are not loaded: %s"
                 logger.warning(text, checkpoint, states_of.some(others))
         wanted = model | rest | found
+        alone = self._group is None
         with as_config_error():  # such as groups that the checkpoint's settings do not fit
-            dcp.load(wanted, storage_reader=reader, process_group=self._group)
+            dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
         with fail_together(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, wanted)

@@ -456,6 +456,7 @@ def test_schedule_rejects(fails: Run, tmp_path: Path) -> None:
     [
         ("[optimizer]\nlr = nan", "optimizer.lr is nan in job.toml"),
         ("[optimizer]\nlr = -1.0", "optimizer.lr is -1.0 in job.toml"),
+        ("[optimizer]\nname = 'Lyon'", "there is no algorithm 'lyon'"),
         ("[training]\nsteps = 0", "job.toml has 0 steps"),
         ("[training]\nsteps = 100000000000", "expected 1 to 10,000,000"),
     ],
@@ -467,6 +468,13 @@ def test_schedule_rejects_jobs(
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(job)
     assert problem in fails("schedule", "--config", "job.toml")
+
+
+@pytest.mark.parametrize(("name", "lr"), [("AdamW", "0.0007999"), ("Lion", "9.999e-05")])
+def test_schedule_of_a_job_without_a_rate(run: Run, tmp_path: Path, name: str, lr: str) -> None:
+    pytest.importorskip("tyro")
+    (tmp_path / "job.toml").write_text(f"[optimizer]\nname = '{name}'\n")
+    assert f"highest {lr}" in run("schedule", "--config", tmp_path / "job.toml")
 
 
 def test_schedule_of_a_job_takes_no_other_options(fails: Run, tmp_path: Path) -> None:
