@@ -131,7 +131,7 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     try:
         with quiet():
             steps, missing = peers(params, options.master_weights)
-            missing += prepare(steps, clock)
+            missing += call_once(steps)
         plain()
         samples = timed({PLAIN: plain, **steps}, clock, options.seconds)
     except RuntimeError as error:
@@ -199,13 +199,13 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def prepare(steps: dict[str, Call], clock: Clock) -> list[str]:
-    """Calls each step once, to allocate or compile. Removes and names the steps that fail."""
+def call_once(steps: dict[str, Call]) -> list[str]:
+    """Calls each step, to allocate or compile. Removes and names the others' steps that fail."""
     failed = []
     with Progress("preparing", len(steps)) as progress:
-        for label in list(steps):
+        for label, step in [*steps.items()]:
             try:
-                clock(steps[label])
+                step()
             except Exception:  # of any kind, for example torch.compile's without a compiler
                 if label not in OTHERS:
                     raise
@@ -241,11 +241,9 @@ def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str
     """Returns a step of each implementation, and the names of those that are not installed."""
     ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
     steps: dict[str, Call] = {OURS: ours.step}
-    stepped = params
-    around: Callable[[Call], Call] = functools.partial(functools.partial, clip_then, params)
-    if masters is not None and any(p.dtype in SIXTEEN_BIT for p in params):
-        copies = Copies(params)
-        stepped, around = copies.masters, copies.around
+    stepped, around = params, functools.partial(functools.partial, clip_then, params)
+    if masters is not None:
+        stepped, around = on_copies(params)
     steps[FUSED] = around(torch.optim.AdamW(stepped, fused=True).step)
     steps["torch AdamW foreach"] = around(torch.optim.AdamW(stepped, foreach=True).step)
     missing = []
@@ -264,25 +262,19 @@ def clip_then(params: list[Tensor], step: Call) -> None:
     step()
 
 
-class Copies:
-    """fp32 copies of 16-bit parameters and gradients, cast before and after another step."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.masters = [param.detach().float().requires_grad_() for param in params]
-        for master in self.masters:
-            master.grad = torch.empty_like(master)
-
-    def around(self, step: Call) -> Call:
-        return functools.partial(self._step, step)
+def on_copies(params: list[Tensor]) -> tuple[list[Tensor], Callable[[Call], Call]]:
+    """Returns fp32 copies, and a function that wraps a step on them by casts before and after."""
+    masters = [param.detach().float().requires_grad_() for param in params]
+    for master in masters:
+        master.grad = torch.empty_like(master)
 
     @torch.no_grad()
-    def _step(self, step: Call) -> None:
-        grads = [param.grad for param in self.params if param.grad is not None]
-        wide = [master.grad for master in self.masters if master.grad is not None]
-        torch._foreach_copy_(wide, grads)
-        clip_then(self.masters, step)
-        torch._foreach_copy_(self.params, self.masters)
+    def cast_and(step: Call) -> None:
+        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
+        clip_then(masters, step)
+        torch._foreach_copy_(params, masters)
+
+    return masters, functools.partial(functools.partial, cast_and)
 
 
 OTHERS = {

@@ -131,12 +131,9 @@ class _File(Checkpoint):
     format = FILE
 
     def __init__(self, path: Path, meta: bool) -> None:
-        try:
-            with path.open("rb") as stream:
-                start = stream.read(4)
-            self.bytes = path.stat().st_size
-        except OSError as error:
-            raise CommandError(f"cannot read {path}: {error.strerror}") from error
+        with path.open("rb") as stream:
+            start = stream.read(4)
+        self.bytes = path.stat().st_size
         if start != _ZIP:
             raise CommandError(
                 f"{path} is neither a file of torch.save nor a folder of a distributed checkpoint: "
@@ -215,18 +212,8 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def open_checkpoint(path: Path, meta: bool = False) -> Checkpoint:
-    """Opens a checkpoint. Tensors on the meta device, in a file, are rejected without ``meta``.
-
-    Raises:
-        CommandError: The file is missing or damaged, or has other than tensors and plain values.
-    """
-    try:
-        kind = path.stat().st_mode
-    except FileNotFoundError:
-        raise CommandError(f"there is no {path}") from None
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(kind):
+    """Opens a checkpoint. Tensors on the meta device, in a file, are rejected without ``meta``."""
+    if not stat.S_ISDIR(path.stat().st_mode):
         with Progress("reading", 1):
             return _File(path, meta)
     if not (path / ".metadata").exists() and (inside := list(path.glob("*/.metadata"))):

@@ -184,11 +184,7 @@ class New:
 
 
 def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, New]:
-    """Returns the output's tensors by key.
-
-    Raises:
-        CommandError: A weight that is needed is missing or does not fit.
-    """
+    """Returns the output's tensors by key."""
     new: dict[str, New] = {}
     keep_fp32 = found_by_name(source, weights, options.fp32_moments or ())
     owners: dict[tuple[str, str], dict[str, Entry]] = {}
@@ -239,13 +235,9 @@ def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, N
 def found_by_name(
     source: Checkpoint, weights: Weights, patterns: Sequence[str]
 ) -> set[tuple[str, str]]:
-    """Returns part and owner of the parameters whose names match one of the patterns.
-
-    Raises:
-        CommandError: A pattern is not a regular expression, or matches no name.
-    """
+    """Returns part and owner of the parameters whose names match one of the patterns."""
     if not patterns:
-        return set()
+        return set()  # names may be missing
     owned = [entry for entry in map(source.entry, source.tensors) if entry.owner]
     names = {(entry.part, entry.owner): [weights.name(entry)] for entry in owned}
     every: set[Any] = set()
@@ -273,11 +265,7 @@ def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
 
 
 def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
-    """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats.
-
-    Raises:
-        CommandError: The moment cannot have this form, or has another format of 8-bit moments.
-    """
+    """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats."""
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
     coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
     without = coded and f"{key.removesuffix(kind)}{STATES[moment].scale}" not in source.tensors
@@ -320,9 +308,17 @@ def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
     return dequantize(moment, source.tensor(entry.key), scales).to(dtype)
 
 
-def kept_values(source: Checkpoint, to_torch: bool) -> dict[str, Any]:
-    """Returns the values that are not tensors."""
-    return {key: v for key, v in source.values.items() if not (to_torch and is_control(key))}
+def nested_in(
+    source: Checkpoint, new: dict[str, New], tensors: dict[str, Tensor], to_torch: bool
+) -> dict[str, Any]:
+    """Returns a nested state dict of the tensors and of the source's other values."""
+    nested: dict[str, Any] = {}
+    for key, tensor in new.items():
+        set_element(nested, tensor.path, tensors[key])
+    for key, value in source.values.items():
+        if not (to_torch and is_control(key)):
+            set_element(nested, source.paths[key], value)
+    return nested
 
 
 def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
@@ -333,62 +329,46 @@ def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: boo
             made[key] = tensor.make()
             progress.add(tensor.like.nbytes)
     if source.nested is not None:
-        torch_save(with_tensors(source.nested, source, new, made, to_torch), path)
+        torch_save(with_tensors(source, new, made, to_torch), path)
         return
-    nested: dict[str, Any] = {}
-    for key, tensor in new.items():
-        set_element(nested, tensor.path, made[key])
-    for key, value in kept_values(source, to_torch).items():
-        set_element(nested, source.paths[key], value)
     groups = [group for own in source.options().values() for group in own.values()]
     indices = {str(index) for group in groups for index in group.get("params", ())}
-    torch_save(with_indices(nested, indices), path)
+    torch_save(with_indices(nested_in(source, new, made, to_torch), indices), path)
 
 
 def with_tensors(
-    nested: dict[Any, Any],
-    source: Checkpoint,
-    new: dict[str, New],
-    made: dict[str, Tensor],
-    to_torch: bool,
+    source: Checkpoint, new: dict[str, New], made: dict[str, Tensor], to_torch: bool
 ) -> Any:
     """Returns a file's state dict with new tensors. Keys, types and empty values stay."""
-    added: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in new.items():
-        if key not in source.tensors:
-            holder = ".".join(map(str, tensor.path[:-1]))
-            added.setdefault(holder, {})[str(tensor.path[-1])] = made[key]
-
-    def rewritten(value: Any, key: str) -> Any:
-        def inner(name: Any, item: Any) -> Any:
-            return rewritten(item, f"{key}.{name}" if key else f"{name}")
-
-        if key in source.tensors:
-            return made.get(key, _GONE)
-        if key in source.values or not isinstance(value, dict | list | tuple):
-            return _GONE if to_torch and is_control(key) else value
-        if isinstance(value, dict):
-            items = {name: inner(name, item) for name, item in value.items()}
-            copied = copy.copy(value)  # keeps class and attributes
-            copied.clear()
-            copied.update({name: item for name, item in items.items() if item is not _GONE})
-            copied.update(added.get(key, {}))
-            return _GONE if to_torch and is_control(key) else copied
-        return type(value)(inner(number, item) for number, item in enumerate(value))
-
-    return rewritten(nested, "")
+    replaced = {id(old): made.get(key, old) for key, old in source.tensors.items()}
+    nested = copy.deepcopy(source.nested, replaced)
+    for key, path in source.paths.items():
+        if to_torch and is_control(key):
+            first = next(n for n, part in enumerate(path) if is_control(str(part)))
+            holder, name = found_at(nested, path[: first + 1])
+            holder.pop(name, None)  # at once, with all counts
+        elif key in source.tensors and key not in made:
+            holder, name = found_at(nested, path)
+            del holder[name]
+    for key in new.keys() - source.tensors.keys():
+        holder, name = found_at(nested, new[key].path)
+        holder[name] = made[key]
+    return nested
 
 
-_GONE = object()
-"""Stands for an entry that is left out."""
+def found_at(nested: Any, path: KeyPath) -> tuple[Any, Any]:
+    """Returns the holder of a path's last element and its key. DCP turns numbers into text."""
+    for depth, part in enumerate(path, 1):
+        is_number = isinstance(nested, dict) and part not in nested and str(part).isdigit()
+        key = int(part) if is_number else part
+        if depth == len(path):
+            break
+        nested = nested[key]
+    return nested, key
 
 
 def torch_save(value: Any, path: Path) -> None:
-    """Calls torch.save, and turns its RuntimeError for a disk's error into OSError.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Calls torch.save, and turns its RuntimeError for a disk's error into OSError."""
     try:
         with Progress("writing", 1):
             torch.save(value, path)
@@ -434,12 +414,9 @@ class _Planner(DefaultSavePlanner):
 
 def save_folder(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
     """Writes a folder of torch.distributed.checkpoint."""
-    nested: dict[str, Any] = {}
-    for tensor in new.values():
-        set_element(nested, tensor.path, tensor.like)
-    for key, value in kept_values(source, to_torch).items():
-        set_element(nested, source.paths[key], value)
-    total = sum(tensor.like.nbytes for tensor in new.values())
+    likes = {key: tensor.like for key, tensor in new.items()}
+    nested = nested_in(source, new, likes, to_torch)
+    total = sum(like.nbytes for like in likes.values())
     with Progress("converting", total) as progress, quiet():
         # No copy-ahead: it would copy tensors that are freed by then.
         writer = FileSystemWriter(path, single_file_per_rank=True, per_thread_copy_ahead=0)

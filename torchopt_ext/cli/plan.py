@@ -111,7 +111,7 @@ def main(args: list[str]) -> int:
             )
         plans = {}
         try:
-            options.fp32_moments = chosen_fp32(entries, options)
+            fp32_moments = chosen_fp32(entries, options)
             for sharding in SHARDINGS:
                 plans[sharding] = estimate(
                     params,
@@ -120,7 +120,7 @@ def main(args: list[str]) -> int:
                     grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
                     master_weights=options.master_weights,
                     state_dtype=storage_of(options).state_dtype,
-                    fp32_moments=options.fp32_moments,
+                    fp32_moments=fp32_moments,
                     algorithm=options.algorithm,
                     amsgrad=options.amsgrad,
                     momentum=options.momentum,
@@ -212,19 +212,18 @@ def as_text(
     unit, scale = unit_of(max(rank.held for rank in most.values()))
     ranks_text = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
     unit_text = f"{unit} on the rank that holds most"
-    times = {sharding: seconds(ranks, options) for sharding, ranks in plans.items()}
-    longest = max((value for own in times.values() for value in own.values()), default=0.0)
+    times = {sharding: [*seconds(ranks, options).items()] for sharding, ranks in plans.items()}
+    longest = max((value for own in times.values() for _, value in own), default=0.0)
     time_unit, per_second = ("ms", 1e3) if longest < 100 else ("s", 1.0)
     if longest:
         unit_text += f", times in {time_unit}"
     lines += ["", f"{ranks_text}; {unit_text}:", ""]
-    header = ["", "weights", "grads", "masters", "moments", "held", "moved", "sent"]
-    rows = [[sharding, *cells(rank, scale)] for sharding, rank in most.items()]
-    for key, title in (("step_seconds", "step"), ("send_seconds", "send")):
-        if key in times["ddp"]:
-            header.append(title)
-            for row, own in zip(rows, times.values(), strict=True):
-                row.append(figures(per_second * own[key]))
+    columns = ["weights", "grads", "masters", "moments", "held", "moved", "sent"]
+    header = ["", *columns, *(key.removesuffix("_seconds") for key, _ in times["ddp"])]
+    rows = [
+        [sharding, *cells(rank, scale), *(figures(per_second * t) for _, t in times[sharding])]
+        for sharding, rank in most.items()
+    ]
     lines.append(table(header, rows))
     if options.world_size == 1:
         return "\n".join(lines)
@@ -242,8 +241,7 @@ def as_text(
     ):
         first, *_, last = [n for n, _ in group] * 2
         rows.append([f"{first}" if first == last else f"{first}-{last}", *row])
-    header = ["rank", *header[1:8]]
-    return "\n".join([*lines, table(header, rows)])
+    return "\n".join([*lines, table(["rank", *columns], rows)])
 
 
 def cells(rank: RankBytes, scale: float) -> list[str]:

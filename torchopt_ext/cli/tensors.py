@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,11 +85,7 @@ def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> N
 
 
 def from_options(options: Any) -> tuple[str, list[Entry]]:
-    """Returns the name of the model that :func:`add_source`'s options select, and its tensors.
-
-    Raises:
-        CommandError: The model cannot be found, read or built, or cannot be trained.
-    """
+    """Returns the name of the model that :func:`add_source`'s options select, and its tensors."""
     if options.model is not None:
         name, entries = options.model, from_function(options.model)
     elif options.params is not None:
@@ -199,38 +194,33 @@ def from_safetensors(path: Path) -> list[Entry]:
     if path.suffix != ".json":
         return [Entry(tensor, name) for name, tensor in read_header(path).items()]
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        files = sorted({Path(file) for file in index["weight_map"].values()})
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({path.parent / file for file in names.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CommandError(
             f"{path} is not an index of safetensors files: it needs a weight_map of names and files"
         ) from error
-    found: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
     for file in files:
-        if not (path.parent / file).is_file():
+        if not file.is_file():
             raise CommandError(
-                f"{path} names {file}, which is not in the same folder: its header has the shapes "
-                f"(or give --params)"
+                f"{path} names {file.name}, which is not in the same folder: its header has the "
+                f"shapes (or give --params)"
             )
-        found |= read_header(path.parent / file)
-    if missing := sorted(index["weight_map"].keys() - found.keys()):
+        held |= read_header(file)
+    if missing := sorted(names.keys() - held.keys()):
         raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
-    return [Entry(found[name], name) for name in index["weight_map"]]
+    return [Entry(held[name], name) for name in names]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """Reads every tensor of a safetensors file, without memory, in the order of the file."""
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(8)
-            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
-            if not 2 <= length <= _LARGEST_HEADER:
-                raise CommandError(f"{path} is not a safetensors file: it begins with {start!r}")
-            text = stream.read(length)
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if not 2 <= length <= _LARGEST_HEADER:
+            raise CommandError(f"{path} is not a safetensors file: it begins with {start!r}")
+        text = stream.read(length)
     if len(text) < length:
         raise CommandError(f"{path} ends in its header, after {len(text)} of {length} bytes")
     try:

@@ -33,8 +33,6 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, with examples below the help and errors of one sentence.
 
     Args:
-        command: name of the command.
-        does: description of the command.
         examples: argument lists, one per line.
         listing: lines below the description.
         takes: names of the positional arguments.
@@ -131,10 +129,6 @@ class Progress:
 
     On a terminal it is a bar if tqdm is installed, otherwise a line, and one every few seconds. A
     thread shows it, so that a long unit of work is not silent.
-
-    Args:
-        what: name of the work.
-        total: units of work.
     """
 
     first, every = 1.0, 5.0
@@ -179,11 +173,7 @@ class Progress:
 
 
 def new_panel(width: float, height: float) -> Any:
-    """Returns matplotlib's axes that fill a figure of this size in inches.
-
-    Raises:
-        CommandError: matplotlib is not installed. The message names the extra.
-    """
+    """Returns matplotlib's axes that fill a figure of this size in inches."""
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
     except ImportError as error:
@@ -196,11 +186,7 @@ def new_panel(width: float, height: float) -> Any:
 
 
 def check_picture(path: Path) -> None:
-    """Raises :func:`save_picture`'s errors about ``path`` early, before any long work.
-
-    Raises:
-        CommandError: matplotlib is not installed or lacks the format, or ``path`` is not writable.
-    """
+    """Raises :func:`save_picture`'s errors early, before any long work."""
     formats = new_panel(1, 1).figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise CommandError(f"{path} does not end in a format of pictures, such as .png or .svg")
@@ -241,9 +227,6 @@ def written(path: Path, force: bool = True, checkpoint: bool = False) -> Iterato
     Args:
         force: whether an existing file is replaced.
         checkpoint: whether an existing folder of a distributed checkpoint may be replaced.
-
-    Raises:
-        CommandError: ``path`` must not be replaced, or cannot be written.
     """
     check_output(path, force, checkpoint)
     try:
@@ -315,13 +298,11 @@ def unwound_by_signals() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
-    except Exception as error:
-        if raised:
-            raise raised[0] from error
-        raise
-    else:
-        if raised:  # and swallowed, for example by a destructor
-            raise raised[0]
+    except Exception:
+        if not raised:
+            raise
     finally:
         for number in handled:
             signal.signal(number, usual[number])
+    if raised:  # and replaced by another error, or swallowed, for example by a destructor
+        raise raised[0]

@@ -36,11 +36,7 @@ class Weights:
         self._key_of: dict[Entry, str] = {}
 
     def name(self, entry: Entry) -> str:
-        """Returns the name of an entry's parameter.
-
-        Raises:
-            CommandError: The checkpoint does not hold the name.
-        """
+        """Returns the name of an entry's parameter."""
         known = self._names.get((entry.part, entry.owner))
         if known is None and entry.owner.isdigit():
             raise CommandError(
@@ -55,9 +51,6 @@ class Weights:
         Args:
             entries: one entry per parameter: its master weight, its remainder, or any other entry
                 if it has neither.
-
-        Raises:
-            CommandError: A weight is missing, or has another shape or dtype.
         """
         needed: defaultdict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
@@ -105,9 +98,6 @@ def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
     A key is a prefix and the name. The prefix is the same for all keys of a model. If other weights
     have the same names, such as averages, only the model without a prefix is accepted, or the model
     whose prefix is the optimizer's `part`.
-
-    Raises:
-        CommandError: No model has all names, or several models have them.
     """
     plain = [unwrapped(name) for name in names]
     if all(name.startswith("module.") for name in plain):  # DistributedDataParallel's prefix
