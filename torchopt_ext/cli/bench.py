@@ -241,7 +241,8 @@ def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str
     """Returns a step of each implementation, and the names of those that are not installed."""
     ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
     steps: dict[str, Call] = {OURS: ours.step}
-    stepped, around = params, functools.partial(functools.partial, clip_then, params)
+    stepped = params
+    around: Callable[[Call], Call] = functools.partial(functools.partial, clip_then, params)
     if masters is not None:
         stepped, around = on_copies(params)
     steps[FUSED] = around(torch.optim.AdamW(stepped, fused=True).step)
@@ -265,12 +266,13 @@ def clip_then(params: list[Tensor], step: Call) -> None:
 def on_copies(params: list[Tensor]) -> tuple[list[Tensor], Callable[[Call], Call]]:
     """Returns fp32 copies, and a function that wraps a step on them by casts before and after."""
     masters = [param.detach().float().requires_grad_() for param in params]
-    for master in masters:
-        master.grad = torch.empty_like(master)
+    grads = [torch.empty_like(master) for master in masters]
+    for master, grad in zip(masters, grads, strict=True):
+        master.grad = grad
 
     @torch.no_grad()
     def cast_and(step: Call) -> None:
-        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
+        torch._foreach_copy_(grads, [p.grad for p in params if p.grad is not None])
         clip_then(masters, step)
         torch._foreach_copy_(params, masters)
 
