@@ -92,9 +92,10 @@ class HookedStep:
 
 def forwarded(to: str, name: str) -> Any:
     """Returns a property that reads and sets the attribute ``name`` of the attribute ``to``."""
+    inner = operator.attrgetter(to)
     return property(
-        operator.attrgetter(f"{to}.{name}"),
-        lambda self, value: setattr(getattr(self, to), name, value),
+        lambda self: getattr(inner(self), name),
+        lambda self, value: setattr(inner(self), name, value),
     )
 
 

@@ -33,11 +33,8 @@ SHORT_ROW = 64
 class BalancedBuckets:
     """The balanced partition: who owns which elements, and how updates reach the other ranks.
 
-    Args:
-        ranks: the ranks that share the parameters.
-        params: the parameters of all groups.
-        bucket_elements: elements of a bucket; None for the planner's choice.
-        sharded_gradients: reduce gradients while backward computes them (reducer.py).
+    ``bucket_elements`` of None are the planner's choice. ``sharded_gradients`` are reduced while
+    backward computes them (reducer.py).
     """
 
     gathers = False  # all-gather parameters on the CPU as well
@@ -93,8 +90,6 @@ class BalancedBuckets:
 
     def part_of(self, tensor: Tensor) -> Part:
         return self._part_of[tensor]
-
-    # ---- layout -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def add_group(
@@ -157,8 +152,6 @@ class BalancedBuckets:
         self._unsent = [p for bucket in self.all_buckets if not bucket.sent for p in bucket.starts]
         self.reducer.hook_trainable()
 
-    # ---- gradients --------------------------------------------------------------------------
-
     def take_gradients(self) -> None:
         """Gives every part its gradient, cut out of the parameter's or reduced to this rank."""
         self.wait_for_updates()
@@ -218,8 +211,6 @@ class BalancedBuckets:
         self._sources.clear()
         if set_to_none:
             _C.clear_gradients(list(self._part_of))
-
-    # ---- returning parameters ---------------------------------------------------------------
 
     @torch.no_grad()
     def send_updates(self) -> None:

@@ -67,8 +67,8 @@ class Bucket:
             if is_now != was:
                 raise RuntimeError(
                     f"{called(param)}, {param.dtype} on {param.device}, had shape "
-                    f"{tuple(place.shape)}, {place.dtype} on {place.device}, when the optimizer "
-                    f"was built: build it after changing or moving the model"
+                    f"{tuple(place.shape)}, {place.dtype} on {place.device}: build the optimizer "
+                    f"after changing or moving the model"
                 )
         return any(p.data_ptr() != place.data_ptr() for p, place in pairs if p.numel())
 

@@ -31,17 +31,10 @@ _CONSOLIDATING = "consolidating the optimizer state"
 
 
 def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
-    """Raises on every rank unless all ranks have the same descriptions. All ranks call it.
+    """Raises ValueError on every rank unless all ranks have the same descriptions.
 
-    If the descriptions are the same, ranks exchange only a count and a digest.
-
-    Args:
-        descriptions: one per parameter: "'wq.weight': float32 (16, 8), trainable".
-        what: what the descriptions describe, for errors: "parameters".
-
-    Raises:
-        ValueError: ranks differ; names the first position, and what each rank has there.
-        RuntimeError: a rank died or is late.
+    The error names the first position, and what each rank has there. If the descriptions are the
+    same, ranks exchange only a count and a digest.
     """
     purpose = f"comparing the {what} of the ranks"
     text = json.dumps(list(descriptions))
@@ -66,22 +59,13 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
 
 @dataclass
 class Entry:
-    """One value of the optimizer state, or this rank's part of a tensor that several ranks hold.
+    """One value of the optimizer state, or this rank's part of a tensor that several ranks hold."""
 
-    Attributes:
-        index: the parameter's index in the state dict.
-        name: the key in the parameter's state.
-        value: anything `metadata.encode` takes; with `whole`, a 1-D tensor.
-        whole: a tensor with the shape and strides of the full tensor. `value` holds its elements
-            [begin, begin + value.numel()) in memory order.
-        begin: the first of these elements.
-    """
-
-    index: int
+    index: int  # of the parameter in the state dict
     name: Any
-    value: Any
-    whole: Tensor | None = None
-    begin: int = 0
+    value: Any  # what metadata.encode takes; with `whole` the elements from `begin` on, 1-D
+    whole: Tensor | None = None  # with the shape and strides of the full tensor
+    begin: int = 0  # in the order in which elements lie in memory
 
 
 def gather_entries(

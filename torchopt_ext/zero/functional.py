@@ -82,33 +82,10 @@ class FunctionalFused:
         )
 
 
-class FunctionalFusedAdam(FunctionalFused):
-    """FusedAdam with gradients as an argument."""
-
-    optimizer_class = FusedAdam
-
-
-class FunctionalFusedAdamW(FunctionalFused):
-    """FusedAdamW with gradients as an argument."""
-
-    optimizer_class = FusedAdamW
-
-
-class FunctionalFusedLion(FunctionalFused):
-    """FusedLion with gradients as an argument."""
-
-    optimizer_class = FusedLion
-
-
-class FunctionalFusedSGD(FunctionalFused):
-    """FusedSGD with gradients as an argument."""
-
-    optimizer_class = FusedSGD
-
-
 register: Any = register_functional_optim
-for functional in FunctionalFused.__subclasses__():
-    register(functional.optimizer_class, functional)
+for fused in (FusedAdam, FusedAdamW, FusedLion, FusedSGD):
+    functional = {"optimizer_class": fused, "__module__": __name__, "__doc__": fused.__doc__}
+    register(fused, type(f"Functional{fused.__name__}", (FunctionalFused,), functional))
 
 
 def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

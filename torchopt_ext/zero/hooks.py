@@ -91,18 +91,12 @@ def hook_with_zero_step(
     return overlapping_hook
 
 
-def hook_with_zero_step_interleaved(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool = False,
-) -> Hook:
-    """Wraps ``hook`` so that each bucket is stepped once the next bucket has its gradients.
+hook_with_zero_step_interleaved = partial(hook_with_zero_step, interleaved=True)
+"""Wraps a hook so that each bucket is stepped once the next bucket has its gradients.
 
-    Reductions and parameter broadcasts overlap with the rest of the backward pass. Everything else
-    is the same as in :func:`hook_with_zero_step`.
-    """
-    return hook_with_zero_step(hook, ddp, zero, shard_buckets, interleaved=True)
+Reductions and parameter broadcasts overlap with the rest of the backward pass. Everything else is
+the same as in :func:`hook_with_zero_step`.
+"""
 
 
 def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Future) -> list[Any]:

@@ -17,15 +17,11 @@ def check_choices(
     overlap_with_ddp: bool,
     elementwise: bool,
     bucket_elements: int | None,
-    *,
-    owners: bool,
-    groups: int,
+    params_per_rank: Sequence[Sequence[Tensor]] | None,
+    groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raises ValueError for unknown choices, and for choices that exclude or need each other.
-
-    ``owners`` is whether ``params_per_rank`` is given, ``groups`` the number of param groups.
-    """
-    balanced = partition == "balanced"
+    """Raises ValueError for unknown choices, and for choices that exclude or need each other."""
+    balanced, owners = partition == "balanced", params_per_rank is not None
     if partition not in ("greedy", "balanced"):
         raise ValueError(f"Invalid partition: {partition!r}, not 'greedy' or 'balanced'")
     if balanced and (overlap_with_ddp or owners):
@@ -42,8 +38,10 @@ def check_choices(
     ):
         if value is not None and not balanced:
             raise ValueError(f"{name}={value} needs partition='balanced'")
-    if overlap_with_ddp and groups != 1:
+    if overlap_with_ddp and len(groups) != 1:
         raise ValueError("overlap_with_ddp=True supports one param group only")
+    if owners and len(groups) != 1:
+        raise RuntimeError("`params_per_rank` only supports a single parameter group")
 
 
 def check_elementwise(optimizer_class: Any) -> None:

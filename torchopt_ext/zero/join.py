@@ -24,7 +24,7 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         """Steps along with the ranks that still have data: they wait for this rank's parameters."""
-        if not self.zero._overlap_with_ddp:  # with overlap, DDP's communication hook steps
+        if not self.zero._overlap_with_ddp:  # DDP's communication hook steps then
             self.zero._out_of_data = True
             try:
                 self.zero.step()
@@ -41,10 +41,9 @@ class JoinSupport(Joinable):
     # Attributes of ZeroRedundancyOptimizer.
     ranks: Ranks
     partition: WholeTensors | BalancedBuckets
-    process_group: Any
     step: Callable[..., Any]
-    _all_params: list[Tensor]
     _overlap_with_ddp: bool
+    _all_params: list[Tensor]
 
     # The hook given to the Join context. If an exception ends the context, no method of the hook is
     # called, but the hook is gone.
@@ -55,9 +54,6 @@ class JoinSupport(Joinable):
         """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
 
         They step with the averages of the ranks that have data. DDP does not leave these averages.
-
-        Raises:
-            RuntimeError: ``sharded_gradients`` is set: ranks out of data cannot join reductions.
         """
         if isinstance(self.partition, BalancedBuckets) and self.partition.reducer.hooks:
             raise RuntimeError(
@@ -79,13 +75,12 @@ class JoinSupport(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        return self.process_group
+        return self.ranks.group
 
     def _take_gradients(self, context: StepContext) -> StepContext:
-        """Gives this rank's parts their gradients. A rank out of data gets other ranks' gradients.
+        """Gives this rank's parts their gradients, out of data those of a rank with data.
 
-        Returns:
-            The step's context, with the scale and flags of these gradients.
+        Returns the step's context, with the scale and flags of these gradients.
         """
         if self._in_join:
             shared = [] if self.partition.hides_gradients else self._all_params
@@ -102,9 +97,6 @@ def share(
 
     Every rank with data has the same averages, and the same scale. DDP's join hook computes the
     averages on ranks out of data as well, but in buffers that it drops.
-
-    Args:
-        params: parameters whose gradients are sent; none if gradients reach owners otherwise.
 
     Returns:
         The step's context. On ranks out of data it has the scale and flags of the sending rank.

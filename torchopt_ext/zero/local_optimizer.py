@@ -32,10 +32,7 @@ class LocalOptimizer:
 
     Args:
         params: the whole parameters, in groups that have the current settings.
-        partition: who owns which elements of them.
-        ranks: the ranks that share the parameters.
-        constructor: makes the optimizer of the parts.
-        arguments: the constructor's.
+        constructor: makes the optimizer of the parts, with ``arguments``.
         functional: the constructor takes parameters, and the optimizer's ``step`` gradients.
 
     Attributes:
@@ -89,8 +86,6 @@ class LocalOptimizer:
     @property
     def verdict(self) -> Verdict:
         return self.fused.verdict if self.is_fused else self._verdict
-
-    # ---- building, groups and settings ------------------------------------------------------
 
     def build(self) -> None:
         """Builds the optimizer, whose settings become those of the sharded optimizer's groups."""
@@ -165,8 +160,6 @@ class LocalOptimizer:
             merged = {key: own.get(key, value) for key, value in local.items()} | own
             group.clear()
             group.update(merged)
-
-    # ---- steps ------------------------------------------------------------------------------
 
     def step_bucket(self, gradients: Any) -> Any:
         """Steps a functional optimizer by some gradients, for a hook of DDP."""
@@ -269,8 +262,6 @@ class LocalOptimizer:
         torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
         return norm
 
-    # ---- agreement with the other ranks -----------------------------------------------------
-
     def agree(
         self,
         agreement: Agreement,
@@ -316,8 +307,6 @@ class LocalOptimizer:
                 self.partition.send_updates()
             elif agreement.accepted:  # the step failed midway: the other ranks return parameters
                 self.agree(agreement, rejects=True, meanwhile=self.partition.send_updates)
-
-    # ---- weights ----------------------------------------------------------------------------
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Sets this rank's masters from the parameters, or both from the given weights."""

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
 from torchopt_ext._arguments import restored_if_raised
-from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
@@ -43,15 +42,6 @@ from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
 logger = logging.getLogger(__name__)
-
-
-def _of_local(name: str, doc: str) -> Any:
-    """Returns a property of a ZeroRedundancyOptimizer that is its local FusedOptimizer's."""
-    return property(
-        lambda zero: getattr(zero.local.fused, name),
-        lambda zero, value: setattr(zero.local.fused, name, value),
-        doc=doc,
-    )
 
 
 class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
@@ -125,7 +115,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
         self._has_state = False  # some rank may have state
-        balanced = partition == "balanced"
         with waits_at_most(timeout):
             with fail_together(self.process_group):
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
@@ -138,11 +127,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 use_device(self.process_group, self.join_device)
                 self.params.check_dense(allow_mixed_dtypes)
                 check_choices(
-                    partition, sharded_gradients, overlap_with_ddp, elementwise,
-                    bucket_elements,
-                    owners=params_per_rank is not None, groups=len(self.param_groups),
+                    partition, sharded_gradients, overlap_with_ddp, elementwise, bucket_elements,
+                    params_per_rank, self.param_groups,
                 )  # fmt: skip
-                if balanced and not elementwise:
+                if params_per_rank is not None:
+                    check_owners(params_per_rank, self._all_params, self.world_size)
+                if partition == "balanced" and not elementwise:
                     check_elementwise(optimizer_class)
                 constructor = constructor_of(optimizer_class, overlap_with_ddp, defaults)
             described = self.params.describe() + describe_arguments(
@@ -155,7 +145,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.partition: WholeTensors | BalancedBuckets = (
                 BalancedBuckets(self.ranks, self.params, bucket_elements, sharded_gradients)
-                if balanced
+                if partition == "balanced"
                 else WholeTensors(self.ranks, self.params, parameters_as_bucket_view)
             )
             self.local = LocalOptimizer(
@@ -173,15 +163,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Assigns the groups' parameters to ranks, and builds the local optimizer."""
-        if params_per_rank is not None:
-            if len(self.param_groups) != 1:
-                raise RuntimeError("`params_per_rank` only supports a single parameter group")
-            check_owners(params_per_rank, self._all_params, self.world_size)
         for group in self.param_groups:
             self.partition.add_group(group["params"], params_per_rank)
         self.local.build()
-
-    # ---- torch.optim.Optimizer --------------------------------------------------------------
 
     @property
     def optim(self) -> Any:
@@ -190,10 +174,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     @property
     def state(self) -> Any:
-        """The local optimizer's state, which covers this rank's parts of the parameters.
+        """The local optimizer's state, of this rank's parts of the parameters.
 
-        If only other ranks have state, it has an empty entry. torch.distributed.checkpoint makes a
-        step where state and gradients are empty (state_dict.py, _init_optim_state): all ranks must.
+        If only other ranks have state, it has an empty entry: torch.distributed.checkpoint makes a
+        step where state and gradients are empty (state_dict.py, _init_optim_state).
         """
         if "local" not in vars(self) or self.optim is None:
             return defaultdict(dict)
@@ -240,14 +224,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     @bounded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps this rank's part of the parameters, and distributes the updated parts to all ranks.
+        """Steps this rank's parts of the parameters, and sends them to all ranks.
 
-        Args:
-            closure: evaluates the model again and returns the loss.
-            kwargs: further arguments of the local optimizer's ``step``.
-
-        Returns:
-            The result of the local optimizer's ``step``; None with ``overlap_with_ddp``.
+        Arguments and result are those of the local optimizer's ``step``. With ``overlap_with_ddp``
+        it does nothing.
 
         Raises:
             RuntimeError: a rank died, is late or rejects the step, for example because a gradient
@@ -263,7 +243,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             kwargs["closure"] = closure
         agreement = Agreement()
         try:
-            self._begin_step()
+            self._consolidated = None
+            self._notice_trainability()
             result = self.local.step(agreement, self._context, self._take_gradients, kwargs)
         except Exception:
             self.local.reject(agreement)
@@ -289,12 +270,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     def _local_step(self, gradients: Sequence[Tensor | None]) -> Any:
         """Steps this rank's part by a bucket's gradients, for hooks of DDP, also torch's."""
-        self._begin_step()
-        return self.local.step_bucket(gradients)
-
-    def _begin_step(self) -> None:
         self._consolidated = None
         self._notice_trainability()
+        return self.local.step_bucket(gradients)
 
     def _notice_trainability(self) -> None:
         held = params_of(self)
@@ -309,8 +287,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 raise RuntimeError("overlap_with_ddp=True: requires_grad must not change")
             self.partition.build_buckets()
             self._is_trainable_mask = trainable
-
-    # ---- state dicts ------------------------------------------------------------------------
 
     @bounded
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -397,15 +373,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             "consolidate and save its state_dict()"
         )
 
-    # ---- gradient scalers and clipping ------------------------------------------------------
-
     def _unscales(self) -> bool:
-        """Whether the local step unscales. torch.amp.GradScaler asks, then reads all gradients.
-
-        Raises:
-            RuntimeError: gradients are reduced to their owners, so there are none to read, or
-                backward has stepped with scaled gradients (``overlap_with_ddp``).
-        """
+        """Whether the local step unscales. torch.amp.GradScaler asks, then reads all gradients."""
         if self._overlap_with_ddp:
             raise RuntimeError(
                 "overlap_with_ddp=True steps in backward, before a gradient scaler can unscale "
@@ -428,22 +397,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
         """Whether a hook of DDP steps, before a gradient scaler can unscale gradients."""
         return self._overlap_with_ddp
 
-    @property
-    def hides_gradients(self) -> bool:
-        """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
-        return self.partition.hides_gradients
-
-    @property
-    def control(self) -> ControlView:
-        """The control block of the local FusedAdam. Its decision is the same on all ranks."""
-        return self.optim.control
-
-    max_grad_norm = _of_local(
-        "max_grad_norm", "The norm that the local FusedAdam clips to. Set it on all ranks."
-    )
-    skip_nonfinite = _of_local(
-        "skip_nonfinite", "Whether the local FusedAdam skips non-finite steps. Set it on all ranks."
-    )
+    hides_gradients = forwarded("partition", "hides_gradients")
+    """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
+    control = forwarded("local.fused", "control")
+    """The control block of the local FusedOptimizer. Its decision is the same on all ranks."""
+    max_grad_norm = forwarded("local.fused", "max_grad_norm")
+    """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
+    skip_nonfinite = forwarded("local.fused", "skip_nonfinite")
+    """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
 
     @bounded
     @torch.no_grad()
@@ -486,9 +447,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.
 
-        The norm reads only this rank's parts, each once, and needs one small all-reduce. With
-        ``FusedAdamW(max_grad_norm=...)`` inside, the step clips and this call is not needed.
-
         Returns:
             The norm before clipping: float64, 0-dim.
 
@@ -504,8 +462,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 "with max_grad_norm of a fused optimizer"
             )
         return self.local.clip(max_norm, self._notice_trainability)
-
-    # ---- overlap with DDP -------------------------------------------------------------------
 
     def _init_zero_for_overlap(self) -> None:
         """Builds the local optimizer once a hook has seen all of DDP's final buckets."""

@@ -23,17 +23,12 @@ MAX_PACKED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as this rank sees it.
-
-    Attributes:
-        rank, size: this process's rank in the group, and the group's number of ranks.
-        timeout: the longest wait for a collective of the group; None for the group's own timeout.
-    """
+    """A process group as this rank sees it."""
 
     group: Any
-    rank: int
+    rank: int  # of this process in the group
     size: int
-    timeout: timedelta | None = None
+    timeout: timedelta | None = None  # of a collective; None for the group's own
 
     @classmethod
     def of(cls, group: Any, timeout: timedelta | None = None) -> "Ranks":

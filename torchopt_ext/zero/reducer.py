@@ -29,11 +29,7 @@ class Reducer:
     parameters still have in ``grad``: gradients that were set by hand, that came before the
     parameter's hook or group, or that DDP has not reduced.
 
-    Args:
-        ranks: the ranks to average over.
-        params: the parameters, which errors name.
-        buckets: the optimizer's list of buckets, which grows when a group is added.
-        hooks: put hooks on the parameters.
+    ``hooks`` are put on the parameters. ``buckets`` grows when a group is added.
 
     Attributes:
         active: the reducer receives the gradients.

@@ -192,14 +192,10 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
     return any(have_state)
 
 
-# ---- torch.distributed.checkpoint ----------------------------------------------------------------
-
-
 def sharded(local: LocalOptimizer, *, elsewhere: bool) -> dict[str, Any]:
     """Returns this rank's part of the state dict; tensors are StateShards.
 
-    Args:
-        elsewhere: another rank gives the whole tensors to DCP.
+    ``elsewhere``: another rank gives the whole tensors to DCP.
     """
     pieces, extra = local_state(local)
     state = {

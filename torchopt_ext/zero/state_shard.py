@@ -33,17 +33,11 @@ class StateShard(Tensor):
 
     It has the whole tensor's shape but memory only for the boxes. DCP stages, copies, writes and
     fills it. Computations with it raise, and so does torch.save.
-
-    Args:
-        shape: the whole tensor's shape.
-        shards: the boxes' elements, of one dtype and device.
-        chunks: the boxes' places in the whole tensor.
-        elsewhere: another rank writes the whole tensor.
     """
 
-    shards: list[Tensor]
-    chunks: list[ChunkStorageMetadata]
-    elsewhere: bool
+    shards: list[Tensor]  # the boxes' elements, of one dtype and device
+    chunks: list[ChunkStorageMetadata]  # the boxes' places in the whole tensor
+    elsewhere: bool  # another rank writes the whole tensor
     entries: dict[tuple[int, int], Tensor]  # by (begin, end) of the part; empty in copies
 
     @staticmethod
@@ -82,11 +76,7 @@ class StateShard(Tensor):
         return made
 
     def of_part(self, part: Part) -> Tensor:
-        """Returns the value that :meth:`of` was given for a part.
-
-        Raises:
-            ValueError: the shard was made from other parts.
-        """
+        """Returns the value that :meth:`of` got for a part; raises ValueError for another part."""
         if (part.begin, part.end) not in self.entries:
             raise ValueError(
                 f"it has {self!r}, but this rank owns elements {part.begin} to {part.end} of "

@@ -24,10 +24,7 @@ class WholeTensors:
     (torch.distributed.optim.ZeroRedundancyOptimizer). Frozen parameters weigh nothing. The same
     rule spreads them separately, so that unfreezing a parameter moves no state.
 
-    Args:
-        ranks: the ranks that share the parameters.
-        params: the parameters of all groups.
-        bucket_view: parameters of a rank become views of one tensor, which is sent as a whole.
+    With ``bucket_view`` a rank's parameters become views of one tensor, which is sent as a whole.
     """
 
     def __init__(self, ranks: Ranks, params: Parameters, bucket_view: bool) -> None:
@@ -50,9 +47,7 @@ class WholeTensors:
     ) -> None:
         """Assigns the parameters of one more group. Earlier groups stay where they are.
 
-        Args:
-            params: the group's parameters.
-            per_rank: each rank's parameters, instead of the greedy rule; may leave parameters out.
+        ``per_rank`` has each rank's parameters, instead of the greedy rule; it may leave some out.
         """
         if per_rank is None:
             per_rank = self._assign(params)
@@ -122,8 +117,6 @@ class WholeTensors:
             else:
                 self._outgoing.append([b for alike in kinds.values() for b in batches(alike)])
         self._places = _C.addresses(list(self.owner))
-
-    # ---- returning parameters ---------------------------------------------------------------
 
     @torch.no_grad()
     def send_updates(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from torchopt_ext import FusedAdam
 from torchopt_ext.optim.joint import JointStep, only_param
-from torchopt_ext.zero.functional import FunctionalFusedAdam
+from torchopt_ext.zero.functional import functional_optim_map
 
 from .subject import OURS, bits, copy_params, each_class, make_params, set_gradients, train
 
@@ -109,7 +109,7 @@ def test_joint_and_functional_steps() -> None:
     assert [only_param(single) for single in singles] == joint
     together = JointStep(singles)
     apart = [
-        FunctionalFusedAdam([p], bias_correction=value)
+        functional_optim_map[FusedAdam]([p], bias_correction=value)
         for p, value in zip(functional, values, strict=True)
     ]
     groups = [{"params": [p], "bias_correction": v} for p, v in zip(whole, values, strict=True)]

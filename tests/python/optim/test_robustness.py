@@ -22,7 +22,7 @@ from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import gradients
 from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.functional import FunctionalFusedAdamW
+from torchopt_ext.zero.functional import functional_optim_map
 
 
 def stepped(model: nn.Module, **kwargs: Any) -> FusedAdamW:
@@ -196,7 +196,7 @@ def test_a_first_step_without_memory_may_be_made_again(monkeypatch: pytest.Monke
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = FusedAdamW([weight], master_weights="fp32")
-    functional = FunctionalFusedAdamW([weight])
+    functional = functional_optim_map[FusedAdamW]([weight])
     steps = (optimizer.step, lambda: functional.step([weight.grad]))
     with monkeypatch.context() as patch:
         patch.setattr("torchopt_ext.optim.param_states.fit_master", lambda *_: bytes(1 << 62))
