@@ -132,6 +132,7 @@ def _hashed(*numbers: int) -> int:
     return random.Random(" ".join(map(str, numbers))).getrandbits(63)  # by SHA-512
 
 
+@dataclasses.dataclass(eq=False)
 class ShuffledBatches(Sampler[list[Key]]):
     """The batches of one rank, from a position in a sequence of shuffled epochs.
 
@@ -141,64 +142,57 @@ class ShuffledBatches(Sampler[list[Key]]):
     that are too few for a batch on every rank are not used. 0 epochs are endless.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        batch_size: int,
-        dp_rank: int,
-        dp_world_size: int,
-        seed: int,
-        epochs: int,
-    ) -> None:
-        self._size, self._batch_size, self._epochs = size, batch_size, epochs
-        self._dp_rank, self._together = dp_rank, batch_size * dp_world_size
-        self._seed, self._epoch, self._samples = seed, 0, 0
+    size: int
+    batch_size: int
+    dp_rank: int
+    dp_world_size: int
+    seed: int
+    epochs: int
+    epoch: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        self._together = self.batch_size * self.dp_world_size
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Yields the keys of the samples in each batch, from the position on."""
-        epoch, samples = self._whole(self._epoch, self._samples)
-        while not self._epochs or epoch < self._epochs:
-            generator = torch.Generator().manual_seed(_hashed(self._seed, epoch))
-            order = torch.randperm(self._size, generator=generator, dtype=torch.int32)
+        epoch, samples = self._whole(self.epoch, self.samples)
+        while not self.epochs or epoch < self.epochs:
+            generator = torch.Generator().manual_seed(_hashed(self.seed, epoch))
+            order = torch.randperm(self.size, generator=generator, dtype=torch.int32)
             ordered = epoch
             while epoch == ordered:
-                start = samples + self._dp_rank * self._batch_size
-                batch = order[start : start + self._batch_size].tolist()
-                yield [(self._seed, epoch, index) for index in batch]
+                start = samples + self.dp_rank * self.batch_size
+                batch = order[start : start + self.batch_size].tolist()
+                yield [(self.seed, epoch, index) for index in batch]
                 epoch, samples = self._whole(epoch, samples + self._together)
 
     def advance(self) -> None:
         """Moves the position past one batch of every rank."""
-        epoch, samples = self._whole(self._epoch, self._samples)
-        if epoch != self._epoch:
+        epoch, samples = self._whole(self.epoch, self.samples)
+        if epoch != self.epoch:
             logger.info("Epoch %d of the training data begins", epoch + 1)
-        self._epoch, self._samples = epoch, samples + self._together
+        self.epoch, self.samples = epoch, samples + self._together
 
     def _whole(self, epoch: int, samples: int) -> tuple[int, int]:
         """Returns the next batch's position: the next epoch's start if too few samples are left."""
-        return (epoch, samples) if samples + self._together <= self._size else (epoch + 1, 0)
+        return (epoch, samples) if samples + self._together <= self.size else (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, int]:
-        return {
-            "seed": self._seed,
-            "epoch": self._epoch,
-            "samples": self._samples,
-            "size": self._size,
-        }
+        return {name: getattr(self, name) for name in ("seed", "epoch", "samples", "size")}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Moves to a saved position, in the order of the saved seed."""
-        if state_dict["size"] != self._size:
+        if state_dict["size"] != self.size:
             logger.warning(
                 "The data set had %d samples when the checkpoint was saved, and has %d now: epoch "
                 "%d continues in another order",
                 state_dict["size"],
-                self._size,
+                self.size,
                 state_dict["epoch"] + 1,
             )
-        self._seed, self._epoch = state_dict["seed"], state_dict["epoch"]
-        self._samples = state_dict["samples"]
+        for name in ("seed", "epoch", "samples"):
+            setattr(self, name, state_dict[name])
 
 
 class ShuffledDataLoader:

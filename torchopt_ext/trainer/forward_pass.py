@@ -92,7 +92,7 @@ class ForwardPass:
         for index, (inputs, targets) in enumerate(chunks):
             if count > 1:
                 set_gradient_sync(self.model_parts, index == count - 1)
-            with self._contexts(self._sharded_context(inputs, targets)):
+            with self._contexts(inputs, targets):
                 if self.schedule is not None:
                     loss = self._run(self.schedule.step, inputs, targets)
                 else:
@@ -131,44 +131,38 @@ class ForwardPass:
         return loss
 
     @contextlib.contextmanager
-    def _contexts(self, sharded: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """The contexts for a forward and backward pass."""
+    def _contexts(self, *batch: Tensor) -> Iterator[None]:
+        """The contexts for a forward and backward pass.
+
+        Under context parallelism each tensor of ``batch`` holds this rank's positions inside.
+        """
         with contextlib.ExitStack() as stack:
             if self._dims.loss_parallel_enabled:
                 stack.enter_context(parallel.loss_parallel())
             if self._config.parallelism.enable_compiled_autograd:
                 stack.enter_context(_torch.compiled_autograd())
-            if sharded is not None:
+            if batch and self._dims.cp_enabled:
                 stack.enter_context(sdpa_kernel([*SHARDED_KERNELS]))
-                stack.enter_context(sharded)
+                stack.enter_context(self._sharded(batch))
             yield
 
-    def _sharded_context(
-        self, inputs: Tensor, labels: Tensor
-    ) -> AbstractContextManager[None] | None:
-        """Returns torch's context_parallel for one batch, or None without context parallelism.
+    def _sharded(self, batch: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+        """Returns torch's context_parallel, in which attention exchanges keys and values.
 
-        Inside, each tensor holds this rank's positions, and attention exchanges keys and values.
         Tables of positions, `freqs_cis` [seq_len, ...] of a part, are restored.
-
-        Raises:
-            ConfigError: seq_len is not a multiple of twice the degree.
         """
-        degree = self._dims.cp
-        if degree == 1:
-            return None
         from torch.distributed.tensor.experimental import context_parallel
 
         # Two chunks per rank, to balance causal work.
         what = "twice parallelism.context_parallel_degree"
-        expect_multiple("training.seq_len", inputs.shape[1], 2 * degree, what)
+        expect_multiple("training.seq_len", batch[0].shape[1], 2 * self._dims.cp, what)
         tables: list[Any] = [part.freqs_cis for part in self.model_parts]
         _torch.set_rotate_method(self._config.parallelism.context_parallel_rotate_method)
         return context_parallel(
             self._mesh["cp"],
-            buffers=[inputs, labels, *tables],
-            buffer_seq_dims=[1, 1] + [0] * len(tables),
-            no_restore_buffers={inputs, labels},
+            buffers=[*batch, *tables],
+            buffer_seq_dims=[1] * len(batch) + [0] * len(tables),
+            no_restore_buffers=set(batch),
         )
 
 

@@ -31,20 +31,14 @@ def register_model_converter(converter_cls: type[ModelConverter], name: str) -> 
     _CONVERTERS.add(name, converter_cls)
 
 
-class ModelConvertersContainer:
-    """The converters of a job, in the order of `model.converters`."""
-
-    def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None:
-        classes = [*map(_CONVERTERS.get, job_config.model.converters)]
-        self.converters = [converter(job_config, parallel_dims) for converter in classes]
-        self._print = job_config.model.print_after_conversion
-
-    def convert(self, model: nn.Module) -> None:
-        for converter in self.converters:
-            converter.convert(model)
-        if self._print:
-            logger.info("Model after conversion:\n%s", model)
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        for converter in self.converters:
-            converter.post_optimizer_hook(model)
+def convert_model(
+    model: nn.Module, job_config: JobConfig, parallel_dims: Any
+) -> list[ModelConverter]:
+    """Applies the converters of `model.converters` in their order, and returns them."""
+    classes = [*map(_CONVERTERS.get, job_config.model.converters)]
+    converters = [converter(job_config, parallel_dims) for converter in classes]
+    for converter in converters:
+        converter.convert(model)
+    if job_config.model.print_after_conversion:
+        logger.info("Model after conversion:\n%s", model)
+    return converters

@@ -31,7 +31,7 @@ from torchopt_ext.trainer.forward_pass import ForwardPass
 from torchopt_ext.trainer.garbage import GarbageCollection
 from torchopt_ext.trainer.initial_weights import init_parts, tied_names
 from torchopt_ext.trainer.metrics import MetricsProcessor
-from torchopt_ext.trainer.model_converter import ModelConvertersContainer
+from torchopt_ext.trainer.model_converter import convert_model
 from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import (
     build_for_stage,
@@ -174,8 +174,7 @@ class Trainer(Stateful):
                 model = spec.cls.from_model_args(model_args)  # type: ignore[attr-defined]
         finally:
             torch.set_default_dtype(default)
-        self.model_converters = ModelConvertersContainer(job_config, dims)
-        self.model_converters.convert(model)
+        self.model_converters = convert_model(model, job_config, dims)
         ties = tied_names(model)
 
         build_metrics = spec.build_metrics_processor_fn or MetricsProcessor
@@ -206,9 +205,10 @@ class Trainer(Stateful):
             build = partial(build_for_stage, build, job_config, dims.get_mesh("pp").get_group())
         self.optimizers = build()
         self.lr_schedulers = self.train_spec.build_lr_schedulers_fn(self.optimizers, job_config)
-        self.optimizers.register_step_post_hook(
-            lambda *_: self.model_converters.post_optimizer_hook(self.model_parts)
-        )
+        for converter in self.model_converters:
+            self.optimizers.register_step_post_hook(
+                lambda *_, converter=converter: converter.post_optimizer_hook(self.model_parts)
+            )
         self.metrics_processor.optimizers = self.optimizers
         self.metrics_processor.lr_schedulers = self.lr_schedulers
         self._clips_in_step = clips_in_step(self.optimizers)

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchopt_ext.trainer import model_converter
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Model
-from torchopt_ext.trainer.model_converter import ModelConvertersContainer, register_model_converter
+from torchopt_ext.trainer.model_converter import convert_model, register_model_converter
 
 CALLS: list[tuple[str, object]] = []
 
@@ -43,9 +43,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("names", [["widen", "note"], ["note", "widen"], []])
 def test_converters_run_in_the_order_of_their_names(names: list[str]) -> None:
     model = nn.Module()
-    converters = ModelConvertersContainer(JobConfig(model=Model(converters=names)), "dims")
-    converters.convert(model)
-    converters.post_optimizer_hook([model])
+    for converter in convert_model(model, JobConfig(model=Model(converters=names)), "dims"):
+        converter.post_optimizer_hook([model])
     wide_before = names == ["widen", "note"]
     said = {"widen": model, "note": wide_before, "widen hook": [model], "note hook": [model]}
     expected = [("built", ("llama3", "dims")) for _ in names]
@@ -57,7 +56,7 @@ def test_the_converted_model_is_logged_on_request(caplog: pytest.LogCaptureFixtu
     for wanted in (False, True):
         settings = Model(converters=["widen"], print_after_conversion=wanted)
         with caplog.at_level(logging.INFO):
-            ModelConvertersContainer(JobConfig(model=settings), None).convert(nn.Module())
+            convert_model(nn.Module(), JobConfig(model=settings), None)
         assert ("(wide): Linear" in caplog.text) == wanted
 
 
@@ -67,5 +66,5 @@ def test_names_are_registered_once() -> None:
     with pytest.raises(
         ConfigError, match=r"'float8'.*\(registered: 'note', 'widen'\).*custom_import"
     ):
-        ModelConvertersContainer(JobConfig(model=Model(converters=["note", "float8"])), None)
+        convert_model(nn.Module(), JobConfig(model=Model(converters=["note", "float8"])), None)
     assert CALLS == []
