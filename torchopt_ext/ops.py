@@ -114,6 +114,8 @@ def adam_(
     decoupled_weight_decay: bool,
     maximize: bool,
     bias_correction: bool = True,
+    cautious_weight_decay: bool = False,
+    decay_follows_lr: float = 0.0,
 ) -> None:
     """Makes one Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
 
@@ -127,13 +129,16 @@ def adam_(
         control: holds the factors for gradients and learning rate, and the skip decision.
         lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
         bias_correction: divides the moments by ``1 - beta**step``.
+        cautious_weight_decay, decay_follows_lr: as numbers of
+            :class:`torchopt_ext.optim.FusedOptimizer`.
     """
     overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
     overload(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
         decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-        bias_correction=bias_correction,
+        bias_correction=bias_correction, cautious_weight_decay=cautious_weight_decay,
+        decay_follows_lr=decay_follows_lr,
     )  # fmt: skip
 
 

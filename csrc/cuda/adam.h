@@ -26,7 +26,7 @@ struct ParamGroupArgs {
 
 // Consecutive groups as a kernel parameter, like Gradients. More groups take several launches.
 struct ParamGroups {
-  static constexpr int kMost = 44;
+  static constexpr int kMost = 38;
 
   int32_t first;
   int32_t count;

@@ -31,6 +31,8 @@ struct Adam {
       {"weight_decay", 0.0, Range::kNonNegative, "weight_decay value"},
       {.name = "decoupled_weight_decay", .range = Range::kFlag},
       {.name = "maximize", .range = Range::kFlag},
+      kCautiousSpec,
+      kPeakLrSpec,
       {"beta1", 0.9, Range::kBelowOne, "beta parameter at index 0", "betas", 0},
       {"beta2", 0.999, Range::kBelowOne, "beta parameter at index 1", "betas", 1},
       {"eps", 1e-8, Range::kNonNegative, "epsilon value"},

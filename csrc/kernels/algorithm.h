@@ -31,10 +31,20 @@ struct HyperSpec {
 };
 
 // The hyperparameters of every algorithm, the first ones that it declares.
-enum { kLr, kWeightDecay, kDecoupled, kMaximize, kCommonHypers };
+enum { kLr, kWeightDecay, kDecoupled, kMaximize, kCautious, kPeakLr, kCommonHypers };
+
+// Decays a weight only where the direction does not point against it (arXiv:2510.12402).
+inline constexpr HyperSpec kCautiousSpec{
+    .name = "cautious_weight_decay", .range = Range::kFlag, .may_lack = true};
+// The learning rate at which the weight decay is whole: at others it is multiplied by the ratio of
+// the learning rates (AdamC, arXiv:2506.02285). 0: it does not follow.
+inline constexpr HyperSpec kPeakLrSpec{.name = "decay_follows_lr",
+                                       .range = Range::kNonNegative,
+                                       .invalid = "decay_follows_lr value",
+                                       .may_lack = true};
 
 // One param group's hyperparameters, in the order of the declaration.
-inline constexpr int kMostHypers = 9;
+inline constexpr int kMostHypers = 11;
 struct Hyper {
   double value[kMostHypers];
   TORCHOPT_HD double operator[](int i) const { return value[i]; }
@@ -74,7 +84,7 @@ template <class T>
 struct Scalars {
   T grad_factor, l2, decay, step_size;
   T own[5];
-  bool maximize, has_l2, has_decay;
+  bool maximize, has_l2, has_decay, cautious;
   bool own_flag[2];
 };
 
@@ -99,8 +109,12 @@ TORCHOPT_HD inline const Scalars<T>& scalars_in(const TensorScalars& scalars) {
 template <class T>
 TORCHOPT_HD inline Scalars<T> common_scalars(const Hyper& hyper, double grad_factor,
                                              double step_size) {
+  using L = ScalarLane<double>;
   const bool decoupled = hyper[kDecoupled] != 0.0;
-  const double decay = decoupled ? ScalarLane<double>::mul(hyper[kLr], hyper[kWeightDecay]) : 0.0;
+  double decay = decoupled ? L::mul(hyper[kLr], hyper[kWeightDecay]) : 0.0;
+  if (hyper[kPeakLr] != 0.0) {
+    decay = L::mul(decay, L::div(hyper[kLr], hyper[kPeakLr]));
+  }
   const double l2 = decoupled ? 0.0 : hyper[kWeightDecay];
   Scalars<T> s{};
   s.grad_factor = static_cast<T>(grad_factor);
@@ -110,6 +124,7 @@ TORCHOPT_HD inline Scalars<T> common_scalars(const Hyper& hyper, double grad_fac
   s.maximize = hyper[kMaximize] != 0.0;
   s.has_l2 = l2 != 0.0;
   s.has_decay = decay != 0.0;
+  s.cautious = hyper[kCautious] != 0.0;
   return s;
 }
 
@@ -120,6 +135,24 @@ template <class L, class R = typename L::reg>
   const R from_m = L::sub(g, m);
   return small_w ? L::add(m, L::mul(L::set1(w), from_m))
                  : L::sub(g, L::mul(L::set1(keeps), from_m));
+}
+
+// Returns -1, 0 or 1 as the sign of a; a NaN stays one. Two products make any number but 0 larger
+// than 1.
+template <class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline R sign(R a) {
+  using T = typename L::scalar;
+  const R huge = L::set1(static_cast<T>(sizeof(T) == sizeof(float) ? 0x1p127 : 0x1p1023));
+  const R one = L::set1(T{1});
+  const R below = L::min(one, L::mul(L::mul(a, huge), huge));
+  return L::neg(L::min(one, L::neg(below)));
+}
+
+// Returns 0 where the direction d and the weight p have opposite signs, 1 elsewhere.
+template <class L, class R = typename L::reg>
+[[gnu::always_inline]] TORCHOPT_HD inline R decays(R d, R p) {
+  using T = typename L::scalar;
+  return L::add(L::set1(T{1}), L::min(sign<L>(L::mul(sign<L>(d), p)), L::set1(T{0})));
 }
 
 // Updates one register of elements and makes NaNs canonical. The conditions depend only on scalars
@@ -134,9 +167,14 @@ template <class A, class L, class R = typename L::reg>
   if (s.has_l2) {
     g = L::add(g, L::mul(L::set1(s.l2), p));
   }
-  R change = L::mul(L::set1(s.step_size), A::template direction<L>(s, g, state, states));
+  const R d = A::template direction<L>(s, g, state, states);
+  R change = L::mul(L::set1(s.step_size), d);
   if (s.has_decay) {
-    change = L::add(L::mul(L::set1(s.decay), p), change);
+    R decay = L::mul(L::set1(s.decay), p);
+    if (s.cautious) {
+      decay = L::mul(decay, decays<L>(d, p));
+    }
+    change = L::add(decay, change);
   }
   p = L::canonical(L::sub(p, change));
 }

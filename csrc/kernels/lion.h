@@ -17,6 +17,8 @@ struct Lion {
       {"weight_decay", 0.0, Range::kNonNegative, "weight_decay value"},
       {.name = "decoupled_weight_decay", .usual = 1, .range = Range::kFlag, .may_lack = true},
       {.name = "maximize", .range = Range::kFlag},
+      kCautiousSpec,
+      kPeakLrSpec,
       {"beta1", 0.9, Range::kBelowOne, "beta parameter at index 0", "betas", 0},
       {"beta2", 0.99, Range::kBelowOne, "beta parameter at index 1", "betas", 1},
   };
@@ -71,17 +73,6 @@ struct Lion {
     const R c = moving_average<L>(m, g, s.own[kW1], s.own[kKeeps1], s.own_flag[kSmallW1]);
     m = L::canonical(moving_average<L>(m, g, s.own[kW2], s.own[kKeeps2], s.own_flag[kSmallW2]));
     return sign<L>(c);
-  }
-
-  // Returns -1, 0 or 1 as the sign of a; a NaN stays one. Two products make any number but 0 larger
-  // than 1.
-  template <class L, class R = typename L::reg>
-  [[gnu::always_inline]] TORCHOPT_HD static R sign(R a) {
-    using T = typename L::scalar;
-    const R huge = L::set1(static_cast<T>(sizeof(T) == sizeof(float) ? 0x1p127 : 0x1p1023));
-    const R one = L::set1(T{1});
-    const R below = L::min(one, L::mul(L::mul(a, huge), huge));
-    return L::neg(L::min(one, L::neg(below)));
   }
 };
 

@@ -18,7 +18,8 @@ struct QuantizedScalars<Adam> {
         l2(s.l2),
         minus_decay(-s.decay),
         has_l2(s.has_l2),
-        has_decay(s.has_decay) {
+        has_decay(s.has_decay),
+        cautious(s.cautious) {
     using L = ScalarLane<float>;
     // Units include the factor if it is positive and squares of gradients have about the range that
     // they would have after scaling. Otherwise clipping may be what makes the squares finite.
@@ -42,7 +43,7 @@ struct QuantizedScalars<Adam> {
   float grad_factor, l2, minus_decay;
   float to_divisor, eps;  // exp_avg's divisor in quotient.h's units: root * to_divisor + eps
   bool scales_gradients;  // multiplies gradients by grad_factor first
-  bool has_l2, has_decay;
+  bool has_l2, has_decay, cautious;
 };
 
 // With the scalars that every element uses in registers.
@@ -73,7 +74,9 @@ struct QuantizedStep<Adam, L> {
                                                const Moments<Adam, L>& moments) const {
     R p = at.weight();
     if (s.has_decay) {
-      p = L::fma(minus_decay, p, p);
+      const R factor =
+          s.cautious ? L::mul(minus_decay, decays<L>(moments.of[0], p)) : minus_decay;
+      p = L::fma(factor, p, p);
     }
     const R divisor = L::fma(moments.of[1], to_divisor, eps);
     return L::canonical(subtract_quotient(quotient, p, moments.of[0], divisor));

@@ -18,6 +18,8 @@ struct Sgd {
       {"weight_decay", 0.0, Range::kNonNegative, "weight_decay value"},
       {.name = "decoupled_weight_decay", .range = Range::kFlag, .may_lack = true},
       {.name = "maximize", .range = Range::kFlag},
+      kCautiousSpec,
+      kPeakLrSpec,
       {"momentum", 0.0, Range::kNonNegative, "momentum value"},
       {"dampening", 0.0, Range::kAny, "dampening value"},
       {.name = "nesterov", .range = Range::kFlag},

@@ -224,6 +224,8 @@ void check_hyper(Algorithm algorithm, const Hyper& hyper) {
                       (spec.range != Range::kBelowOne || value < 1.0);
     TORCH_CHECK_VALUE(fits, "Invalid ", spec.invalid, ": ", value);
   }
+  TORCH_CHECK_VALUE(hyper[kDecoupled] != 0.0 || (hyper[kCautious] == 0.0 && hyper[kPeakLr] == 0.0),
+                    "cautious_weight_decay and decay_follows_lr require decoupled_weight_decay");
   with_algorithm(algorithm, [&](auto a) {
     if constexpr (requires { a.problem(hyper); }) {
       const char* problem = a.problem(hyper);

@@ -85,6 +85,9 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
       check_lr(read.lr, device);
       continue;
     }
+    if (&spec == &hypers[kPeakLr] && PyBool_Check(value.ptr()) != 0) {
+      throw py::type_error(mismatch(spec.name, value, "a learning rate"));
+    }
     std::string name = spec.name;
     if (spec.index >= 0) {
       if (!PyTuple_CheckExact(value.ptr()) && !PyList_CheckExact(value.ptr())) {

@@ -190,6 +190,10 @@ inline Group hyper_of(int variant, Algorithm algorithm = Algorithm::kAdam) {
   value[kWeightDecay] = variant % 4 == 3 ? 0.0 : 0.1;
   value[kDecoupled] = variant % 5 != 0 ? 1.0 : 0.0;
   value[kMaximize] = variant % 7 == 0 ? 1.0 : 0.0;
+  if (value[kDecoupled] != 0.0) {
+    value[kCautious] = variant % 3 == 1 ? 1.0 : 0.0;
+    value[kPeakLr] = variant % 4 == 2 ? 0.03 : 0.0;
+  }
   if (algorithm == Algorithm::kSgd) {
     value[Sgd::kMomentum] = 0.9;
     value[Sgd::kNesterov] = variant % 2 == 0 ? 1.0 : 0.0;

@@ -16,7 +16,7 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
-from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED
+from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.state.storage import SIXTEEN_BIT
 
@@ -168,7 +168,8 @@ def common_arguments(config: Any) -> dict[str, Any]:
     own = {hyper.name: hyper for hyper in algorithm.hypers}
     every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
     given = {name: getattr(config, name, None) for name in sorted(every.difference(_UNCONFIGURED))}
-    given = {name: value for name, value in given.items() if value is not None}
+    unset = {name for name, value in given.items() if value is None or name in DECAY and not value}
+    given = {name: value for name, value in given.items() if name not in unset}
     for name, value in given.items():
         if name not in own and value and value != _PRESET.get(name):
             raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")

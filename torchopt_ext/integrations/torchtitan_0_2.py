@@ -76,6 +76,10 @@ class Optimizer:
     """As in torch.optim.SGD."""
     maximize: bool = False
     """As in torch.optim.AdamW."""
+    cautious_weight_decay: bool = False
+    """Decay weights only where the step does not point against them."""
+    decay_follows_lr: bool = False
+    """Multiply the weight decay by the share of optimizer.lr that the schedule has left (AdamC)."""
     backwards_per_step: int = 1
     """With early_step_in_backward: number of gradient accumulation steps."""
     compat: Literal["torchtitan"] | None = None

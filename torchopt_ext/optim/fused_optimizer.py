@@ -17,7 +17,7 @@ from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_ea
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
-from torchopt_ext.optim.options import ASK_FOR_NORM, DEFAULTS, StepOptions
+from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOptions
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import (
@@ -62,6 +62,12 @@ class FusedOptimizer(HookedStep, PlannedStep):
         params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
             step updates the local shards of DTensors. Frozen parameters may be anything.
         algorithm: of the groups that name none.
+        cautious_weight_decay: decays a weight only where the step's direction does not have the
+            opposite sign (arXiv:2510.12402). Needs ``decoupled_weight_decay``. Groups may differ,
+            and have the key only where it is set, as the next.
+        decay_follows_lr: the learning rate at which the weight decay is whole. At another, the
+            decay is multiplied by the ratio of the two (AdamC, arXiv:2506.02285). True: the group's
+            learning rate when the group is added. Needs ``decoupled_weight_decay``.
         arguments: hyperparameters of the algorithm; and, for all groups alike, the options of
             :class:`torchopt_ext.optim.options.StepOptions`.
 
@@ -88,7 +94,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
     def __init__(
         self, params: Iterable[Any], *, algorithm: str = "adamw", **arguments: Any
     ) -> None:
-        options = {name: arguments.pop(name) for name in DEFAULTS.keys() & arguments.keys()}
+        names = (DECAY | DEFAULTS).keys() & arguments.keys()
+        options = {name: arguments.pop(name) for name in names}
         known = [*keys_of(algorithm), *DEFAULTS]
         reject_unknown(arguments, known, f"{type(self).__name__} with algorithm {algorithm!r}")
         self._build(params, defaults_of(algorithm) | arguments, options)
@@ -96,9 +103,11 @@ class FusedOptimizer(HookedStep, PlannedStep):
     def _build(
         self, params: Iterable[Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        """Builds the optimizer from the default of each key of a group, and the step's options."""
-        check_values(defaults)
-        chosen = StepOptions.of(type(self), options)
+        """Builds the optimizer from the default of each key of a group, and other options."""
+        of_decay = {name: options[name] for name in DECAY.keys() & options.keys()}
+        check_values({**defaults, **of_decay})
+        defaults = {**defaults, **{name: value for name, value in of_decay.items() if value}}
+        chosen = StepOptions.of(type(self), {k: v for k, v in options.items() if k not in DECAY})
         self._storage = Storage(chosen.master_weights, chosen.state_dtype)
         names = tuple(i if isinstance(i, str) else "a parameter" for i in chosen.fp32_moments)
         # The group and the tensors are not the options' to keep alive.
@@ -199,6 +208,10 @@ class FusedOptimizer(HookedStep, PlannedStep):
             group = self.param_groups[-1]
             for key in self.defaults.keys() - self.defaults_for(group).keys():
                 del group[key]  # torch adds the optimizer's defaults to every group
+            if group.get("decay_follows_lr") is True:
+                group["decay_follows_lr"] = float(group["lr"])
+                if group["decay_follows_lr"] == 0.0:
+                    raise ValueError("decay_follows_lr is True, but lr is 0: name the largest lr")
             self._check_group(group)
             self._look_at_new_params()
         _holders[id(self.param_groups[-1]["params"])] = self

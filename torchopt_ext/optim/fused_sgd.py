@@ -15,7 +15,7 @@ class FusedSGD(FusedOptimizer):
     """torch.optim.SGD, fused with clipping and overflow check.
 
     The arguments up to ``nesterov`` and ``maximize`` are torch's; weight decay is added to the
-    gradient. Per-parameter state: ``step`` and, with momentum, torch's ``momentum_buffer``.
+    gradient, unless ``decoupled_weight_decay``. Per-parameter state: ``step`` and, with momentum, torch's ``momentum_buffer``.
 
     Args:
         params, **options, and errors: as in :class:`FusedOptimizer`.
@@ -34,10 +34,13 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[StepArguments],
     ) -> None:
         own = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
+        if decoupled_weight_decay:
+            own["decoupled_weight_decay"] = True
         super().__init__(params, algorithm="sgd", **own, **options)

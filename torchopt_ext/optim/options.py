@@ -23,8 +23,14 @@ T = TypeVar("T")
 
 
 class StepArguments(TypedDict, total=False):
-    """The arguments for :class:`StepOptions`, as type checkers and editors need them."""
+    """Arguments of every fused optimizer, as type checkers and editors need them.
 
+    The first two are the group's, for its weight decay (:class:`FusedOptimizer`). The others are
+    those of :class:`StepOptions`.
+    """
+
+    cautious_weight_decay: bool
+    decay_follows_lr: float
     max_grad_norm: float | None
     skip_nonfinite: bool
     master_weights: MasterWeights | None
@@ -138,6 +144,8 @@ class StepOptions:
         return {name: getattr(self, name) for name in names} | {"track": track_bits(self.track)}
 
 
+DECAY: dict[str, Any] = {"cautious_weight_decay": False, "decay_follows_lr": 0.0}
+"""The options of the weight decay, which groups have only where they are set."""
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(StepOptions)}
 CONFIGURED = tuple(name for name in DEFAULTS if name != "process_group")
 """The options that a file can give."""
@@ -163,7 +171,7 @@ def with_options(init: T) -> T:
     signature = inspect.signature(init)  # type: ignore[arg-type]
     *shown, _ = signature.parameters.values()
     kinds, keyword = get_type_hints(StepArguments), inspect.Parameter.KEYWORD_ONLY
-    for name, default in DEFAULTS.items():
+    for name, default in (DECAY | DEFAULTS).items():
         shown.append(inspect.Parameter(name, keyword, default=default, annotation=kinds[name]))
     init.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return init

@@ -118,6 +118,9 @@ STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in al
 HYPERS = {"algorithm"}.union(*(algorithm.defaults for algorithm in ALGORITHMS.values()))
 """The keys that groups may have for one of the algorithms."""
 
+MAY_LACK = {h.key for algorithm in ALGORITHMS.values() for h in algorithm.hypers if h.may_lack}
+"""The keys that groups have only where they are set. A state dict without them changes none."""
+
 SHARED = ("lr", "weight_decay", "maximize")
 """The keys whose defaults groups of all algorithms take from the optimizer."""
 

@@ -129,6 +129,8 @@ class Optimizer:
     dampening: float = 0.0  # As in torch.optim.SGD.
     nesterov: bool = False  # As in torch.optim.SGD.
     maximize: bool = False  # As in torch.optim.AdamW.
+    cautious_weight_decay: bool = False  # Decay weights only where steps do not point against them.
+    decay_follows_lr: bool = False  # Let the weight decay fall with the learning rate (AdamC).
 
 
 @dataclass
