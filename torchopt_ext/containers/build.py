@@ -168,7 +168,7 @@ def common_arguments(config: Any) -> dict[str, Any]:
     own = {hyper.name: hyper for hyper in algorithm.hypers}
     every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
     given = {name: getattr(config, name, None) for name in sorted(every.difference(_UNCONFIGURED))}
-    unset = {name for name, value in given.items() if value is None or name in DECAY and not value}
+    unset = {n for n, value in given.items() if value is None or (n in DECAY and not value)}
     given = {name: value for name, value in given.items() if name not in unset}
     for name, value in given.items():
         if name not in own and value and value != _PRESET.get(name):

@@ -15,7 +15,8 @@ class FusedSGD(FusedOptimizer):
     """torch.optim.SGD, fused with clipping and overflow check.
 
     The arguments up to ``nesterov`` and ``maximize`` are torch's; weight decay is added to the
-    gradient, unless ``decoupled_weight_decay``. Per-parameter state: ``step`` and, with momentum, torch's ``momentum_buffer``.
+    gradient, unless ``decoupled_weight_decay``. Per-parameter state: ``step`` and, with
+    momentum, torch's ``momentum_buffer``.
 
     Args:
         params, **options, and errors: as in :class:`FusedOptimizer`.
