@@ -74,8 +74,7 @@ struct QuantizedStep<Adam, L> {
                                                const Moments<Adam, L>& moments) const {
     R p = at.weight();
     if (s.has_decay) {
-      const R factor =
-          s.cautious ? L::mul(minus_decay, decays<L>(moments.of[0], p)) : minus_decay;
+      const R factor = s.cautious ? L::mul(minus_decay, decays<L>(moments.of[0], p)) : minus_decay;
       p = L::fma(factor, p, p);
     }
     const R divisor = L::fma(moments.of[1], to_divisor, eps);

@@ -77,6 +77,11 @@ class Algorithm:
         return found
 
     @property
+    def may_lack(self) -> set[str]:
+        """The keys that groups need not have. A state dict without them changes none."""
+        return {hyper.key for hyper in self.hypers if hyper.may_lack}
+
+    @property
     def required(self) -> tuple[str, ...]:
         """The states that every parameter has."""
         return tuple(state.name for state in self.states if state.when is None)
@@ -118,9 +123,6 @@ STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in al
 HYPERS = {"algorithm"}.union(*(algorithm.defaults for algorithm in ALGORITHMS.values()))
 """The keys that groups may have for one of the algorithms."""
 
-MAY_LACK = {h.key for algorithm in ALGORITHMS.values() for h in algorithm.hypers if h.may_lack}
-"""The keys that groups have only where they are set. A state dict without them changes none."""
-
 SHARED = ("lr", "weight_decay", "maximize")
 """The keys whose defaults groups of all algorithms take from the optimizer."""
 
@@ -131,8 +133,7 @@ def defaults_of(name: str) -> dict[str, Any]:
     Groups lack what torch's groups lack, and Adam's groups the key "algorithm".
     """
     algorithm = algorithm_of({"algorithm": name})
-    lacking = {hyper.key for hyper in algorithm.hypers if hyper.may_lack}
-    found = {key: v for key, v in algorithm.defaults.items() if key not in lacking}
+    found = {key: v for key, v in algorithm.defaults.items() if key not in algorithm.may_lack}
     if name == "adamw":
         return found | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
     return found if algorithm is ADAM else found | {"algorithm": name}

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext import _C
 from torchopt_ext.state import entries
-from torchopt_ext.state.algorithms import ADAM, HYPERS, MAY_LACK, STATES, algorithm_in
+from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, STATES, algorithm_in
 from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
 from torchopt_ext.state.moments import fit_moments, has_codes
 from torchopt_ext.state.params import drop_replaced, params_of
@@ -47,7 +47,7 @@ _FIXED = {"algorithm", "amsgrad", "decoupled_weight_decay", "bias_correction"}
 _ASK_FOR_STATE = {state.when for state in STATES.values()}
 # Options that are absent without a learning-rate scheduler, in older versions of torch, and in its
 # groups.
-_OPTIONAL = {"initial_lr", "algorithm"} | MAY_LACK
+_OPTIONAL = {"initial_lr", "algorithm"}.union(*(each.may_lack for each in ALGORITHMS.values()))
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.state.algorithms import MAY_LACK, STATES, algorithm_in, algorithm_of
+from torchopt_ext.state.algorithms import STATES, algorithm_in, algorithm_of
 from torchopt_ext.state.entries import (
     ABSENT,
     CONTROL_KEY,
@@ -195,7 +195,8 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
                 control = {k: v for k, v in control.items() if not was_rounded(k, v, param)}
             slots.append(Slot(param, label, entry))
         # refresh_masters() finds weights by param_names, so the model's names stay.
-        own_keys = {"params", "param_names"} | (MAY_LACK - saved.keys())
+        may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
+        own_keys = {"params", "param_names"} | (may_lack - saved.keys())
         kept = {key: group[key] for key in own_keys & group.keys()}
         loaded = {k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in saved.items()}
         loaded_groups.append(loaded | kept)
