@@ -9,7 +9,6 @@ import ctypes
 import functools
 import os
 import re
-import stat
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +212,9 @@ def _why(path: Path, error: Exception) -> str:
 
 def open_checkpoint(path: Path, meta: bool = False) -> Checkpoint:
     """Opens a checkpoint. Tensors on the meta device, in a file, are rejected without ``meta``."""
-    if not stat.S_ISDIR(path.stat().st_mode):
+    if not path.exists():
+        raise CommandError(f"there is no {path}")
+    if not path.is_dir():
         with Progress("reading", 1):
             return _File(path, meta)
     if not (path / ".metadata").exists() and (inside := list(path.glob("*/.metadata"))):

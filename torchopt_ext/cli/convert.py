@@ -268,8 +268,8 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
     """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats."""
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
     coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
-    without = coded and f"{key.removesuffix(kind)}{STATES[moment].scale}" not in source.tensors
-    if without or (kind in CODES_OF and like.dtype in CODES.values()):
+    scales = f"{key.removesuffix(kind)}{STATES[moment].scale}" if coded else key
+    if scales not in source.tensors or (kind in CODES_OF and like.dtype in CODES.values()):
         raise CommandError(f"{key} is {like.dtype} without scales: another format's")
     if wanted == "int8" and kind not in (*OTHER_FORM, *SCALES):
         raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not support")
@@ -284,11 +284,14 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
     elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
         dtype = DTYPES.get(wanted, torch.float32) if held or coded else like.dtype
-        if coded:
-            make = functools.partial(decoded, source, entry, dtype)
-            yield New(named(source, entry, moment), like.shape, dtype, make)
-        else:
+        if not coded:
             yield kept(source, entry, dtype)
+            return
+
+        def decoded() -> Tensor:
+            return dequantize(moment, source.tensor(key), source.tensor(scales)).to(dtype)
+
+        yield New(named(source, entry, moment), like.shape, dtype, decoded)
 
 
 def quantizes(source: Checkpoint, like: Tensor) -> bool:
@@ -299,13 +302,6 @@ def quantizes(source: Checkpoint, like: Tensor) -> bool:
     """
     known = source.format == FILE or like.dim() < 4
     return known and can_quantize(torch.empty_like(like, device="meta"))
-
-
-def decoded(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> Tensor:
-    """Returns an 8-bit moment as floats."""
-    moment = OTHER_FORM[entry.kind]
-    scales = source.tensor(f"{entry.key.removesuffix(entry.kind)}{STATES[moment].scale}")
-    return dequantize(moment, source.tensor(entry.key), scales).to(dtype)
 
 
 def nested_in(

@@ -105,36 +105,32 @@ def self_test(device: str) -> dict[str, Any]:
     """Makes three clipped steps over tensors of several sizes, and reports their largest error."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1,), (63,), (64, 65), (3, 5000)]
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    start = [value.float().double() for value in start]
-    grads = [
-        [torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(3)
-    ]
-    expected = reference(start, grads)
+    start, *grads = [[torch.randn(s, generator=generator) for s in shapes] for _ in range(4)]
     try:
-        params = [value.to(device, torch.float32).requires_grad_() for value in start]
-        optimizer = FusedAdamW(params, lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
-        for step in grads:
-            for param, grad in zip(params, step, strict=True):
-                param.grad = grad.to(device, torch.float32)
-            optimizer.step()
-        pairs = zip(params, expected, strict=True)
-        error = max(float((p.detach().cpu().double() - e).abs().max()) for p, e in pairs)
+        pairs = zip(stepped(start, grads, device), stepped(start, grads, None), strict=True)
+        error = max(float((param - expected).abs().max()) for param, expected in pairs)
     except RuntimeError as problem:  # for example out of device memory
         return {"passed": False, "problem": " ".join(str(problem).split())}
     return {"passed": error <= TOLERANCE, "largest_error": error}
 
 
-def reference(start: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """Steps torch's AdamW with clipping, in float64."""
-    params = [value.clone().requires_grad_() for value in start]
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+def stepped(start: list[Tensor], grads: list[list[Tensor]], device: str | None) -> list[Tensor]:
+    """Steps on a device, or if there is none by torch's AdamW with clipping, in float64."""
+    to: dict[str, Any] = {"device": device or "cpu", "copy": True}
+    to["dtype"] = torch.float32 if device else torch.float64
+    params = [value.to(**to).requires_grad_() for value in start]
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    if device:
+        optimizer: Any = FusedAdamW(params, max_grad_norm=1.0, **options)
+    else:
+        optimizer = torch.optim.AdamW(params, **options)
     for step in grads:
         for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()  # clipping writes it
-        clip_grad_norm_(params, 1.0)
+            param.grad = grad.to(**to)
+        if not device:
+            clip_grad_norm_(params, 1.0)
         optimizer.step()
-    return [param.detach() for param in params]
+    return [param.detach().cpu().double() for param in params]
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Curve:
     lr: float
     factors: list[float]
 
-    @property
+    @functools.cached_property
     def rates(self) -> list[float]:
         return [self.lr * factor for factor in self.factors]
 
@@ -210,19 +210,15 @@ def as_text(curves: Sequence[Curve], rows: int) -> str:
     shown = sorted({round(n * (steps - 1) / (count - 1)) for n in range(count)})
     for first in range(0, len(curves), TABLED):
         some = curves[first : first + TABLED]
-        header = ["step", *(short(curve.name) or "lr" for curve in some)]
-        body = [[f"{step:,}", *(rate(curve.rates, step) for curve in some)] for step in shown]
+        names = (curve.name if len(curve.name) <= 15 else f"{curve.name[:14]}~" for curve in some)
+        header = ["step", *(name or "lr" for name in names)]
+        columns = [
+            [f"{curve.rates[step]:.4g}" if step < len(curve.factors) else "" for step in shown]
+            for curve in some
+        ]
+        body = [[f"{step:,}", *row] for step, *row in zip(shown, *columns, strict=True)]
         lines += ["", table(header, body)]
     return "\n".join(lines)
-
-
-def short(name: str) -> str:
-    """Shortens a name to leave room for others in the same line."""
-    return name if len(name) <= 15 else name[:14] + "~"
-
-
-def rate(rates: Sequence[float], step: int) -> str:
-    return f"{rates[step]:.4g}" if step < len(rates) else ""
 
 
 def sparkline(values: Sequence[float], highest: float, columns: int) -> str:
