@@ -11,33 +11,17 @@ from torchopt_ext.zero.part import Part, view_in
 
 @dataclass(eq=False)
 class Bucket:
-    """One communication bucket.
-
-    Attributes:
-        number: its place among the optimizer's buckets.
-        flat: a 1-D tensor of the parameters, padded at the end for the last rank's window.
-        cuts: rank r owns elements [cuts[r], cuts[r + 1]).
-        window: the number of elements of the largest share; every rank sends this many.
-        starts: the first element of each parameter in ``flat``.
-        places: the parameters' views of ``flat``.
-        parts: this rank's parts of the parameters.
-        sent: a parameter was trainable at some time, so ranks send its updates to each other.
-        staging: gradients of the current backward pass, one window of elements for each rank.
-        arrived: parameters whose gradient is in ``staging``.
-        grad: this rank's elements of the reduced gradient.
-    """
-
-    number: int
-    flat: Tensor
-    cuts: list[int]
-    window: int
-    starts: dict[Tensor, int] = field(default_factory=dict)
-    places: list[Tensor] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    sent: bool = False
-    staging: Tensor | None = None
-    arrived: set[Tensor] = field(default_factory=set)
-    grad: Tensor | None = None
+    number: int  # its place among the optimizer's buckets
+    flat: Tensor  # 1-D, of the parameters, padded at the end for the last rank's window
+    cuts: list[int]  # rank r owns elements [cuts[r], cuts[r + 1])
+    window: int  # the elements of the largest share; every rank sends this many
+    starts: dict[Tensor, int] = field(default_factory=dict)  # each parameter's first element
+    places: list[Tensor] = field(default_factory=list)  # the parameters' views of ``flat``
+    parts: list[Part] = field(default_factory=list)  # this rank's
+    sent: bool = False  # ranks exchange updates: a parameter was trainable at some time
+    staging: Tensor | None = None  # gradients of this backward pass, one window for each rank
+    arrived: set[Tensor] = field(default_factory=set)  # whose gradient is in ``staging``
+    grad: Tensor | None = None  # this rank's elements of the reduced gradient
 
     def note_trainable(self) -> bool:
         """Notes trainable parameters. Returns whether ranks send the bucket's updates."""

@@ -1,30 +1,28 @@
 """Support for ranks that run out of data early (torch.distributed.algorithms.join.Join)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.state.collective import all_gather_text, collective, wait
-from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.metadata import DTYPES
 from torchopt_ext.zero.ranks import Ranks
-from torchopt_ext.zero.whole import WholeTensors
 
 
-class _Hook(JoinHook):
-    def __init__(self, zero: "JoinSupport") -> None:
+class SteppingHook(JoinHook):
+    """Steps a sharded optimizer on a rank out of data, along with the ranks that have data."""
+
+    def __init__(self, zero: Any) -> None:
         self.zero, self.ended = zero, False
         super().__init__()
 
     def main_hook(self) -> None:
-        """Steps along with the ranks that still have data: they wait for this rank's parameters."""
-        if not self.zero._overlap_with_ddp:  # DDP's communication hook steps then
+        if not self.zero._overlap_with_ddp:  # with overlap, DDP's communication hook steps
             self.zero._out_of_data = True
             try:
                 self.zero.step()
@@ -33,60 +31,6 @@ class _Hook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.ended = True
-
-
-class JoinSupport(Joinable):
-    """A sharded optimizer's behavior in a Join context."""
-
-    # Attributes of ZeroRedundancyOptimizer.
-    ranks: Ranks
-    partition: WholeTensors | BalancedBuckets
-    step: Callable[..., Any]
-    _overlap_with_ddp: bool
-    _all_params: list[Tensor]
-
-    # The hook given to the Join context. If an exception ends the context, no method of the hook is
-    # called, but the hook is gone.
-    _hook: "ReferenceType[_Hook] | None" = None
-    _out_of_data = False  # this rank has run out of data
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
-
-        They step with the averages of the ranks that have data. DDP does not leave these averages.
-        """
-        if isinstance(self.partition, BalancedBuckets) and self.partition.reducer.hooks:
-            raise RuntimeError(
-                "Join does not support sharded_gradients=True: use DDP, with reduce_scatter_hook "
-                "if traffic is to stay low"
-            )
-        hook = _Hook(self)
-        self._hook = ref(hook)
-        return hook
-
-    @property
-    def _in_join(self) -> bool:
-        hook = None if self._hook is None else self._hook()
-        return hook is not None and not hook.ended and self._join_config.enable
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._all_params[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.ranks.group
-
-    def _take_gradients(self, context: StepContext) -> StepContext:
-        """Gives this rank's parts their gradients, out of data those of a rank with data.
-
-        Returns the step's context, with the scale and flags of these gradients.
-        """
-        if self._in_join:
-            shared = [] if self.partition.hides_gradients else self._all_params
-            context = share(shared, self.ranks, self._out_of_data, context)
-        self.partition.take_gradients()
-        return context
 
 
 @torch.no_grad()

@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import is_
 from typing import Any, Self
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
 from torchopt_ext._arguments import restored_if_raised
+from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
@@ -34,7 +36,7 @@ from torchopt_ext.zero.inputs import (
     check_owners,
     describe_arguments,
 )
-from torchopt_ext.zero.join import JoinSupport
+from torchopt_ext.zero.join import SteppingHook, share
 from torchopt_ext.zero.local_optimizer import LocalOptimizer
 from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
 from torchopt_ext.zero.parameters import Parameters
@@ -44,7 +46,7 @@ from torchopt_ext.zero.whole import WholeTensors
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
+class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
@@ -80,6 +82,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
 
     local: LocalOptimizer
     parameter_names = forwarded("params", "parameter_names")  # containers set them
+    # The hook given to a Join context. If an exception ends the context, no method of the hook is
+    # called, but the hook is gone.
+    _join_hook: ReferenceType[SteppingHook] | None = None
+    _out_of_data = False  # this rank has run out of data
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
             with fail_together(self.process_group):
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
-                JoinSupport.__init__(self)
+                Joinable.__init__(self)
                 self.params = Parameters(self.param_groups)
                 self._all_params = params_of(self)
                 if not self._all_params:
@@ -462,6 +468,44 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, JoinSupport):
                 "with max_grad_norm of a fused optimizer"
             )
         return self.local.clip(max_norm, self._notice_trainability)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
+
+        They step with the averages of the ranks that have data. DDP does not leave these averages.
+        """
+        if isinstance(self.partition, BalancedBuckets) and self.partition.reducer.hooks:
+            raise RuntimeError(
+                "Join does not support sharded_gradients=True: use DDP, with reduce_scatter_hook "
+                "if traffic is to stay low"
+            )
+        hook = SteppingHook(self)
+        self._join_hook = ref(hook)
+        return hook
+
+    @property
+    def _in_join(self) -> bool:
+        hook = None if self._join_hook is None else self._join_hook()
+        return hook is not None and not hook.ended and self._join_config.enable
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _take_gradients(self, context: StepContext) -> StepContext:
+        """Gives this rank's parts their gradients, out of data those of a rank with data.
+
+        Returns the step's context, with the scale and flags of these gradients.
+        """
+        if self._in_join:
+            shared = [] if self.partition.hides_gradients else self._all_params
+            context = share(shared, self.ranks, self._out_of_data, context)
+        self.partition.take_gradients()
+        return context
 
     def _init_zero_for_overlap(self) -> None:
         """Builds the local optimizer once a hook has seen all of DDP's final buckets."""

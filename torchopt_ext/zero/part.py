@@ -11,18 +11,12 @@ from torchopt_ext.state.quantized import SCALES, can_quantize, groups_before, sc
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements [begin, end) of a parameter, in the order in which they lie in memory.
-
-    Attributes:
-        param: the parameter.
-        begin, end: the range of its elements, counted in memory order.
-        tensor: the tensor that the local optimizer steps; ``param`` where parameters stay whole.
-    """
+    """Elements [begin, end) of a parameter, in the order in which they lie in memory."""
 
     param: Tensor
     begin: int
     end: int
-    tensor: Tensor
+    tensor: Tensor  # that the local optimizer steps; ``param`` where parameters stay whole
 
     def divides(self, value: Any) -> bool:
         """Returns whether a state entry is a part, with one value for each element, of a whole."""

@@ -30,15 +30,6 @@ class Reducer:
     parameter's hook or group, or that DDP has not reduced.
 
     ``hooks`` are put on the parameters. ``buckets`` grows when a group is added.
-
-    Attributes:
-        active: the reducer receives the gradients.
-        bucket_of: the bucket of each parameter.
-        number: the reducer's place among the group's reducers, the same on all ranks.
-        early: it starts reductions before the pass ends, on all ranks.
-        stepped: a step has used the current gradients.
-        present: parameters with a gradient, on any rank after :meth:`finish`.
-        wrong: an error message about a gradient, which :meth:`finish` raises.
     """
 
     def __init__(
@@ -48,16 +39,16 @@ class Reducer:
         self.params = params
         self.buckets = buckets
         self.hooks = hooks
-        self.active = hooks
+        self.active = hooks  # the reducer receives the gradients
         self.bucket_of: dict[Tensor, Bucket] = {}
         self.passes = BackwardPasses.of(ranks.group)
-        self.number = -1
-        self.early = False
-        self.stepped = False
-        self.wrong: str | None = None
+        self.number = -1  # the place among the group's reducers, the same on all ranks
+        self.early = False  # starts reductions before the pass ends, on all ranks
+        self.stepped = False  # a step has used the current gradients
+        self.wrong: str | None = None  # an error about a gradient, which finish() raises
         # Buckets, their collectives and the tensors that these fill, oldest first.
         self._under_way: list[tuple[Bucket, Any, Tensor]] = []
-        self.present: set[Tensor] = set()
+        self.present: set[Tensor] = set()  # have a gradient, on any rank after finish()
         self._next = -1  # the bucket to reduce next, in this backward pass
         self._hooked: set[Tensor] = set()
         self._handles = handles_of(self)
