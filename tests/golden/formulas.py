@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from softfloat import (
     FP32,
@@ -37,9 +38,10 @@ def compute_format(fmt: Format) -> Format:
 
 
 # --------------------------------------------------------------------------------------------
-# Section 2: Adam and AdamW.
+# Section 2: the update.
 
 
+@cache
 def power(base: Number, exponent: int) -> Number:
     result = ONE
     while exponent > 0:
@@ -50,94 +52,138 @@ def power(base: Number, exponent: int) -> Number:
     return result
 
 
-@dataclass(frozen=True)
-class Adam:
-    """Arguments of one Adam step. The numbers are doubles."""
+@cache
+def root_of_correction(beta2: Number, count: int) -> Number:
+    return sqrt(FP64, sub(FP64, ONE, power(beta2, count)))
+
+
+def average(t: Format, m: Number, g: Number, beta: Number) -> Number:
+    w = sub(FP64, ONE, beta)
+    from_m = sub(t, g, m)
+    if less(w, HALF):
+        return add(t, m, mul(t, round_to(t, w), from_m))
+    return sub(t, g, mul(t, round_to(t, beta), from_m))
+
+
+def sign(x: Number) -> Number:
+    return x if is_zero(x) or x[1] is NAN else (x[0], ONE[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Arguments of one step of any algorithm. The numbers are doubles."""
 
     lr: Number
+    weight_decay: Number
+    decoupled: bool = True
+    maximize: bool = False
+    cautious: bool = False
+    peak: Number = ZERO
+    grad_factor: Number = ONE
+
+    def decay(self) -> Number:
+        decay = mul(FP64, self.lr, self.weight_decay) if self.decoupled else ZERO
+        return decay if is_zero(self.peak) else mul(FP64, decay, div(FP64, self.lr, self.peak))
+
+    def step_size(self, count: int) -> Number:
+        return self.lr
+
+    def direction(self, t: Format, count: int, g: Number, states: list[Number]) -> Number:
+        """Updates the states by the gradient, and returns u."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Step):
     beta1: Number
     beta2: Number
     eps: Number
-    weight_decay: Number
-    decoupled: bool = True
     amsgrad: bool = False
-    maximize: bool = False
-    grad_factor: Number = ONE
+
+    def step_size(self, count: int) -> Number:
+        bc1 = sub(FP64, ONE, power(self.beta1, count))
+        return mul(FP64, div(FP64, self.lr, bc1), root_of_correction(self.beta2, count))
+
+    def eps_hat(self, count: int) -> Number:
+        return mul(FP64, self.eps, root_of_correction(self.beta2, count))
+
+    def direction(self, t: Format, count: int, g: Number, states: list[Number]) -> Number:
+        m = states[0] = average(t, states[0], g, self.beta1)
+        w2 = sub(FP64, ONE, self.beta2)
+        square = mul(t, mul(t, round_to(t, w2), g), g)
+        if less(w2, HALF):
+            forgotten = mul(t, round_to(t, w2), states[1])
+            largest = decode(t, 0x7F7FFFFF if t is FP32 else 0x7FEFFFFFFFFFFFFF)
+            forgotten = forgotten if less(forgotten, largest) else largest
+            states[1] = add(t, states[1], sub(t, square, forgotten))
+        else:
+            states[1] = add(t, square, mul(t, round_to(t, self.beta2), states[1]))
+        d = states[1]
+        if self.amsgrad:
+            if not (less(d, states[2]) or states[2][1] is NAN):
+                states[2] = d
+            d = states[2]
+        return div(t, m, add(t, sqrt(t, d), round_to(t, self.eps_hat(count))))
 
 
-def adam_scalars(a: Adam, t: int) -> dict[str, Number]:
-    bc1 = sub(FP64, ONE, power(a.beta1, t))
-    bc2 = sub(FP64, ONE, power(a.beta2, t))
-    root = sqrt(FP64, bc2)
-    return {
-        "beta1": a.beta1,
-        "beta2": a.beta2,
-        "step_size": mul(FP64, div(FP64, a.lr, bc1), root),
-        "eps_hat": mul(FP64, a.eps, root),
-        "decay": mul(FP64, a.lr, a.weight_decay) if a.decoupled else ZERO,
-        "l2": ZERO if a.decoupled else a.weight_decay,
-        "w1": sub(FP64, ONE, a.beta1),
-        "w2": sub(FP64, ONE, a.beta2),
-        "grad_factor": a.grad_factor,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Lion(Step):
+    beta1: Number
+    beta2: Number
+
+    def direction(self, t: Format, count: int, g: Number, states: list[Number]) -> Number:
+        c = average(t, states[0], g, self.beta1)
+        states[0] = average(t, states[0], g, self.beta2)
+        return sign(c)
 
 
-def adam_element(
-    a: Adam, fmt: Format, scalars: dict[str, Number], p: int, g: int, m: int, v: int, vmax: int
-) -> tuple[int, int, int, int]:
-    """Steps one element, given and returned as bit patterns of `fmt`: p, m, v, vmax."""
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Step):
+    momentum: Number
+    dampening: Number
+    nesterov: bool = False
+
+    def direction(self, t: Format, count: int, g: Number, states: list[Number]) -> Number:
+        if not states:
+            return g
+        keeps = ZERO if count == 1 else self.momentum
+        w = ONE if count == 1 else sub(FP64, ONE, self.dampening)
+        b = states[0] = add(t, mul(t, round_to(t, keeps), states[0]), mul(t, round_to(t, w), g))
+        return add(t, g, mul(t, round_to(t, self.momentum), b)) if self.nesterov else b
+
+
+def element(
+    a: Step, fmt: Format, count: int, p_bits: int, g_bits: int, state_bits: list[int]
+) -> tuple[int, list[int]]:
+    """Steps one element, given and returned as bit patterns of `fmt`: parameter and states."""
     t = compute_format(fmt)
-    s = {name: round_to(t, value) for name, value in scalars.items()}
-    pt, gt, mt, vt, vmaxt = (decode(fmt, bits) for bits in (p, g, m, v, vmax))
-
-    gt = mul(t, gt, s["grad_factor"])
+    p, g, *states = (decode(fmt, bits) for bits in (p_bits, g_bits, *state_bits))
+    g = mul(t, g, round_to(t, a.grad_factor))
     if a.maximize:
-        gt = negate(gt)
-    if not is_zero(scalars["l2"]):
-        gt = add(t, gt, mul(t, s["l2"], pt))
-    if less(scalars["w1"], HALF):
-        mt = add(t, mt, mul(t, s["w1"], sub(t, gt, mt)))
-    else:
-        mt = sub(t, gt, mul(t, s["beta1"], sub(t, gt, mt)))
-    square = mul(t, mul(t, s["w2"], gt), gt)
-    if less(scalars["w2"], HALF):
-        forgotten = mul(t, s["w2"], vt)
-        largest = decode(t, 0x7F7FFFFF if t is FP32 else 0x7FEFFFFFFFFFFFFF)
-        vt = add(t, vt, sub(t, square, forgotten if less(forgotten, largest) else largest))
-    else:
-        vt = add(t, square, mul(t, s["beta2"], vt))
-    d = vt
-    if a.amsgrad:
-        if not (less(vt, vmaxt) or vmaxt[1] is NAN):
-            vmaxt = vt
-        d = vmaxt
-    u = div(t, mt, add(t, sqrt(t, d), s["eps_hat"]))
-    change = mul(t, s["step_size"], u)
-    if not is_zero(scalars["decay"]):
-        change = add(t, mul(t, s["decay"], pt), change)
-    pt = sub(t, pt, change)
-
-    stored = (encode(fmt, round_to(fmt, x)) for x in (pt, mt, vt))
-    return (*stored, encode(fmt, round_to(fmt, vmaxt)) if a.amsgrad else vmax)
+        g = negate(g)
+    if not a.decoupled and not is_zero(a.weight_decay):
+        g = add(t, g, mul(t, round_to(t, a.weight_decay), p))
+    u = a.direction(t, count, g, states)
+    change = mul(t, round_to(t, a.step_size(count)), u)
+    if not is_zero(a.decay()):
+        decayed = mul(t, round_to(t, a.decay()), p)
+        if a.cautious:
+            decayed = mul(t, decayed, ZERO if less(mul(t, sign(u), p), ZERO) else ONE)
+        change = add(t, decayed, change)
+    p = sub(t, p, change)
+    return encode(fmt, round_to(fmt, p)), [encode(fmt, round_to(fmt, x)) for x in states]
 
 
-def adam_steps(
-    a: Adam,
-    fmt: Format,
-    t: int,
-    grads: list[list[int]],
-    p: list[int],
-    m: list[int],
-    v: list[int],
-    vmax: list[int],
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Runs len(grads) steps from step count t. Returns the updated p, m, v, vmax."""
+def advance(
+    a: Step, fmt: Format, count: int, grads: list[list[int]], p: list[int], states: list[list[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Runs len(grads) steps from a step count. Returns the updated parameter and states."""
+    rows = [list(row) for row in zip(*states, strict=True)] if states else [[] for _ in p]
     for g in grads:
-        t += 1
-        scalars = adam_scalars(a, t)
-        rows = [adam_element(a, fmt, scalars, *x) for x in zip(p, g, m, v, vmax, strict=True)]
-        p, m, v, vmax = ([row[k] for row in rows] for k in range(4))
-    return p, m, v, vmax
+        count += 1
+        done = [element(a, fmt, count, *x) for x in zip(p, g, rows, strict=True)]
+        p, rows = [one for one, _ in done], [row for _, row in done]
+    return p, [list(column) for column in zip(*rows, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from typing import Any
 from formulas import (
     Accumulator,
     Adam,
-    adam_scalars,
-    adam_steps,
+    Lion,
+    Sgd,
+    Step,
     add_squares,
+    advance,
     control,
     lr_factor,
     partition_greedy,
@@ -206,25 +208,66 @@ def adam_file() -> Iterator[dict[str, Any]]:
         for fmt in FORMATS.values():
             rng = SplitMix64(1000 * index + fmt.precision)
             x = adam_inputs(rng, fmt, fresh=case["t"] == 0)
-            if not arguments.amsgrad:
-                x["vmax"] = [0] * ADAM_ELEMENTS
-            p, m, v, vmax = adam_steps(
-                arguments, fmt, case["t"], x["grads"], x["p"], x["m"], x["v"], x["vmax"]
-            )
-            before = {k: hexed(fmt, x[k]) for k in ("p", "m", "v")}
-            after = {k: hexed(fmt, bits) for k, bits in (("p", p), ("m", m), ("v", v))}
-            if arguments.amsgrad:
-                before["vmax"] = hexed(fmt, x["vmax"])
-                after["vmax"] = hexed(fmt, vmax)
-            last = adam_scalars(arguments, case["t"] + ADAM_STEPS)
+            names = ("m", "v", "vmax") if arguments.amsgrad else ("m", "v")
+            last = case["t"] + ADAM_STEPS
+            scalars = {
+                "step_size": arguments.step_size(last),
+                "eps_hat": arguments.eps_hat(last),
+            }
             yield {
                 "dtype": fmt.name,
                 **case,
-                "before": before,
-                "grads": [hexed(fmt, g) for g in x["grads"]],
-                "after": after,
-                "last_scalars": {k: double_hex(last[k]) for k in ("step_size", "eps_hat")},
+                **stepped(arguments, fmt, case["t"], x, names),
+                "last_scalars": {name: double_hex(value) for name, value in scalars.items()},
             }
+
+
+def stepped(
+    a: Step, fmt: Format, count: int, x: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Steps elements of `adam_inputs` with the states of these names."""
+    p, states = advance(a, fmt, count, x["grads"], x["p"], [x[name] for name in names])
+    after = dict(zip(("p", *names), (p, *states), strict=True))
+    return {
+        "before": {name: hexed(fmt, x[name]) for name in after},
+        "grads": [hexed(fmt, g) for g in x["grads"]],
+        "after": {name: hexed(fmt, bits) for name, bits in after.items()},
+    }
+
+
+# The operator, its arguments where they are not 0 or False, and the step count.
+ALGORITHM_CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("lion", {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99}, 0),
+    ("lion", {"lr": 0.3, "beta1": 0.4, "beta2": 0.6, "weight_decay": 0.1, "maximize": True}, 3),
+    ("lion", {"lr": 0.1, "beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1, "cautious": True}, 9),
+    ("lion", {"lr": 0.1, "weight_decay": 0.3, "decoupled": False}, 2),
+    ("sgd", {"lr": 0.1}, 0),
+    ("sgd", {"lr": 0.1, "weight_decay": 0.1, "decoupled": False, "maximize": True}, 5),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, 0),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "cautious": True}, 4),
+    ("sgd", {"lr": 0.1, "momentum": 0.7, "nesterov": True, "weight_decay": 0.1, "peak": 0.3}, 1),
+    ("adam", {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "cautious": True}, 7),
+    ("adam", {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "peak": 0.7}, 7),
+]
+ALGORITHMS: dict[str, tuple[type[Step], tuple[str, ...]]] = {
+    "adam": (Adam, ("beta1", "beta2", "eps")),
+    "lion": (Lion, ("beta1", "beta2")),
+    "sgd": (Sgd, ("momentum", "dampening")),
+}
+
+
+def algorithms_file() -> Iterator[dict[str, Any]]:
+    for index, (algorithm, given, t) in enumerate(ALGORITHM_CASES):
+        cls, own = ALGORITHMS[algorithm]
+        numbers = ("lr", "weight_decay", "peak", "grad_factor", *own)
+        case = dict.fromkeys(numbers, 0.0) | {"grad_factor": 0.37} | given
+        arguments = cls(**{k: number(v) if k in numbers else v for k, v in case.items()})
+        names = {"adam": ("m", "v"), "lion": ("m",)}.get(algorithm, ("m",) * ("momentum" in given))
+        for fmt in FORMATS.values():
+            x = adam_inputs(SplitMix64(2000 + 10 * index + fmt.precision), fmt, fresh=t == 0)
+            case["decoupled"] = arguments.decoupled
+            fields = {"algorithm": algorithm, "dtype": fmt.name, "arguments": case, "t": t}
+            yield fields | stepped(arguments, fmt, t, x, names)
 
 
 ORDINARY = {"low": -20, "high": 0}
@@ -534,6 +577,7 @@ def loss_scale_file() -> Iterator[dict[str, Any]]:
 
 FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "adam.json": adam_file,
+    "algorithms.json": algorithms_file,
     "sumsq.json": sumsq_file,
     "accumulator.json": accumulator_file,
     "control.json": control_file,

@@ -14,6 +14,7 @@ import torch
 
 import torchopt_ext
 from torchopt_ext import _C, FusedAdamW, ops
+from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.state.storage import split_master
 
 pytestmark = pytest.mark.newest_torch
@@ -25,6 +26,7 @@ generate = importlib.import_module("generate")
 softfloat = importlib.import_module("softfloat")
 exact_reference = importlib.import_module("exact_reference")
 
+LARGE = ("adam.json", "algorithms.json", "sumsq.json")
 FIELD = {name: index for index, name in enumerate(ops.CONTROL_FIELDS)}
 
 
@@ -87,6 +89,24 @@ def test_adam(index: int) -> None:
                 maximize=case["maximize"],
             )
         assert {k: hexed(x) for k, x in state.items()} == case["after"]
+        assert step.item() == case["t"] + len(case["grads"])
+
+
+def test_every_algorithm() -> None:
+    names = {"decoupled": "decoupled_weight_decay", "cautious": "cautious_weight_decay"}
+    names |= {"peak": "decay_follows_lr"}
+    for case in cases("algorithms"):
+        state = {k: tensor(case["dtype"], x) for k, x in case["before"].items()}
+        control, step = ops.new_control(), torch.tensor(float(case["t"]))
+        arguments = {names.get(k, k): value for k, value in case["arguments"].items()}
+        control[FIELD["grad_factor"]] = arguments.pop("grad_factor")
+        declared = ALGORITHMS[case["algorithm"]].states
+        moments = [[state[k]] if k in state else [] for k in ("m", "v", "vmax")[: len(declared)]]
+        for text in case["grads"]:
+            getattr(torch.ops.torchopt_ext, f"{case['algorithm']}_")(
+                [state["p"]], [tensor(case["dtype"], text)], *moments, [step], control, **arguments
+            )
+        assert {k: hexed(x) for k, x in state.items()} == case["after"], case
         assert step.item() == case["t"] + len(case["grads"])
 
 
@@ -212,13 +232,13 @@ def test_loss_scale() -> None:
 
 def test_files_are_what_the_program_writes() -> None:
     for name, expected in generate.FILES.items():
-        if name in ("adam.json", "sumsq.json"):
+        if name in LARGE:
             continue  # seconds each, so the slow test below compares them
         assert (TESTS / "golden" / name).read_text() == generate.text_of(expected())
 
 
 @pytest.mark.slow
 def test_large_files_are_what_the_program_writes() -> None:
-    for name in ("adam.json", "sumsq.json"):
+    for name in LARGE:
         expected = generate.text_of(generate.FILES[name]())
         assert (TESTS / "golden" / name).read_text() == expected

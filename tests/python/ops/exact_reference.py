@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from formulas import Accumulator, Adam, adam_scalars
-from softfloat import FORMATS, FP64, NAN, Format, Number, encode
+from formulas import ONE, ZERO, Accumulator, Adam
+from softfloat import FORMATS, FP64, NAN, Format, Number, encode, sub
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -76,7 +76,18 @@ def adam_reference(
     """Steps many elements; `t` counts this step. The state may have another dtype."""
     param_dtype, state_dtype = p.dtype, m.dtype
     compute = torch.float64 if param_dtype == torch.float64 else torch.float32
-    s = {k: double(x) for k, x in adam_scalars(a, t).items()}
+    scalars = {
+        "grad_factor": a.grad_factor,
+        "l2": ZERO if a.decoupled else a.weight_decay,
+        "w1": sub(FP64, ONE, a.beta1),
+        "w2": sub(FP64, ONE, a.beta2),
+        "beta1": a.beta1,
+        "beta2": a.beta2,
+        "eps_hat": a.eps_hat(t),
+        "step_size": a.step_size(t),
+        "decay": a.decay(),
+    }
+    s = {k: double(x) for k, x in scalars.items()}
     c = {k: torch.tensor(x, dtype=compute) for k, x in s.items()}
     p, g, m, v = (x.to(compute) for x in (p, g, m, v))
     g = g * c["grad_factor"]
