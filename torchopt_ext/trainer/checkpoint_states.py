@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from torchopt_ext._torch import set_element
+from torchopt_ext.state.algorithms import HYPERS
 from torchopt_ext.state.entries import plain, unwrapped
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -126,7 +127,7 @@ def settings(states: Mapping[str, Any]) -> list[str]:
     schedulers = getattr(states["lr_scheduler"], "schedulers", ())
     found = [f"lr {plain(lr)}" for scheduler in schedulers for lr in scheduler.base_lrs]
     for group in getattr(states["optimizer"], "param_groups", ()):
-        found += [f"{name} {plain(group.get(name))}" for name in ("betas", "eps", "weight_decay")]
+        found += [f"{name} {plain(group.get(name))}" for name in sorted(HYPERS - {"lr"})]
     return found
 
 

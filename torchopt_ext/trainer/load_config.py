@@ -46,7 +46,7 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
         MissingExtra: tyro is not installed. The message says how to install it.
     """
     tyro = import_extra("tyro", "reading a job's configuration")
-    options = list(_options(args))
+    options = _options(args)
     path = _given(options, "job.config_file")
     file = _read(path) if path else {}
     module = _given([*_leaves({}, file), *options], "job.custom_config_module")
@@ -193,25 +193,18 @@ def _leaves(
             yield name, value
 
 
-def _options(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields each option's name, with "_" for "-", and its text, a list of several, or None."""
-    name, values = "", list[str]()
+def _options(args: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns each option's name, with "_" for "-", and its text, a list of several, or None."""
+    options: list[tuple[str, list[str]]] = []
     for arg in ["--help" if arg == "-h" else arg for arg in args]:
         if arg.startswith("--") and arg != "--":
-            if name:
-                yield name, _one(values)
             name, equals, value = arg[2:].partition("=")
-            name, values = name.replace("-", "_"), [value] if equals else []
-        elif not name or arg == "--":
+            options.append((name.replace("-", "_"), [value] if equals else []))
+        elif not options or arg == "--":
             raise ConfigError(f"{arg!r} belongs to no option: write --section.field value")
         else:
-            values.append(arg)
-    if name:
-        yield name, _one(values)
-
-
-def _one(values: list[str]) -> Any:
-    return values if len(values) > 1 else values[0] if values else None
+            options[-1][1].append(arg)
+    return [(name, [*values, None][0] if len(values) < 2 else values) for name, values in options]
 
 
 # ---- extensions ----------------------------------------------------------------------------------
