@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_ext._arguments import expect_numbers
 from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
+
+_COUNTS = {"_growth_step": "growth_tracker", "_hysteresis_step": "hysteresis_tracker"}
+"""The control block's field of each count in a state dict."""
 
 
 class DynamicGradScaler(LossScale):
@@ -48,11 +51,6 @@ class DynamicGradScaler(LossScale):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        expect_numbers(
-            initial_scale=initial_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-        )
         if dtype == torch.float16:
             assert growth_factor > 1.0, f"growth_factor is {growth_factor}, expected above 1"
             assert 0.0 < backoff_factor < 1.0, (
@@ -89,23 +87,16 @@ class DynamicGradScaler(LossScale):
         """Counts a step, and backs the scale off or grows it.
 
         Args:
-            overflow: whether a gradient was not finite: a bool, or a tensor of one element, float32
-                or float64 on the scale's device, nonzero for yes. The host does not wait for it.
+            overflow: whether a gradient was not finite: a bool, or a tensor of one element on the
+                scale's device, nonzero for yes. The host does not wait for it.
         """
-        if not isinstance(overflow, Tensor):
-            overflow = torch.tensor(float(overflow), dtype=torch.float64, device=self.scale.device)
-        elif overflow.dtype not in (torch.float32, torch.float64):
-            overflow = overflow.double()
-        super().update(overflow)
+        flag = torch.as_tensor(overflow, device=self.scale.device)
+        super().update(flag if flag.dtype == torch.float32 else flag.double())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns ``_scale``, ``_growth_step``, ``_hysteresis_step`` as numbers; no settings."""
-        counts = {key: int(count.item()) for key, count in self._counts().items()}
+        counts = {key: int(self.field(name).item()) for key, name in _COUNTS.items()}
         return {"_scale": self.scale.item()} | counts
-
-    def _counts(self) -> dict[str, Tensor]:
-        names = {"_growth_step": "growth_tracker", "_hysteresis_step": "hysteresis_tracker"}
-        return {key: self.field(name) for key, name in names.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state dict of :meth:`state_dict`.
@@ -115,23 +106,18 @@ class DynamicGradScaler(LossScale):
         """
         self.check_state_dict(state_dict)
         self._constant = None
-        for key, tensor in ({"_scale": self.scale} | self._counts()).items():
-            tensor.fill_(float(state_dict[key]))
+        self.scale.fill_(float(state_dict["_scale"]))
+        for key, name in _COUNTS.items():
+            self.field(name).fill_(float(state_dict[key]))
 
     def check_state_dict(self, state_dict: Any) -> None:
         """Raises ValueError unless :meth:`load_state_dict` accepts the state dict."""
-        counts = self._counts()
-        if not isinstance(state_dict, Mapping) or not {"_scale", *counts} <= state_dict.keys():
-            raise ValueError(
-                f"a scaler's state has _scale, {', '.join(counts)}; got {state_dict!r}"
-            )
-        numbers = {key: state_dict[key] for key in ("_scale", *counts)}
-        try:
-            expect_numbers(**numbers)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-        if not is_scale(float(state_dict["_scale"])):
-            raise ValueError(f"'_scale' is {state_dict['_scale']!r}, expected a positive number")
-        for key in counts:
-            if not 0 <= float(state_dict[key]) < 2**53:
-                raise ValueError(f"{key!r} is {state_dict[key]!r}, expected a count")
+        held = state_dict if isinstance(state_dict, Mapping) else {}
+        for key in ("_scale", *_COUNTS):
+            value = held.get(key)
+            number = float(value) if hasattr(value, "__float__") else math.nan
+            if not (is_scale(number) if key == "_scale" else 0 <= number < 2**53):
+                expected = "a positive number" if key == "_scale" else "a count"
+                raise ValueError(
+                    f"{key} of a scaler's state is {value!r:.200}, expected {expected}"
+                )

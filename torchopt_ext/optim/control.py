@@ -177,7 +177,6 @@ class Controlled:
             TypeError: an argument has the wrong type.
             ValueError: an argument is out of range.
         """
-        expect_numbers(init_scale=init_scale)
         rule = scale_settings(
             growth_factor=growth_factor, backoff_factor=backoff_factor,
             growth_interval=growth_interval, hysteresis=hysteresis,

@@ -65,8 +65,10 @@ def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None
         settings: from :func:`scale_settings`.
 
     Raises:
+        TypeError: the scale is not a number.
         ValueError: the scale is out of range; the message has the limits.
     """
+    expect_numbers(**{name: scale})
     low = max(settings["min_scale"], SMALLEST_SCALE)
     high = min(settings["max_scale"] or LARGEST_SCALE, LARGEST_SCALE)
     if not low <= scale <= high:
