@@ -112,6 +112,8 @@ class StepPlan {
 
   size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }
+  // This step's gradient of an entry; undefined without one.
+  const at::Tensor& gradient(size_t i) const { return gradients_[i]; }
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
   bool has_copies() const { return !copied_.empty(); }

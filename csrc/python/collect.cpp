@@ -191,6 +191,26 @@ void OptimizerPlan::take_written_weights(Part& part) {
   }
 }
 
+std::vector<OptimizerPlan::Collected> OptimizerPlan::collected() const {
+  TORCH_CHECK(collected_, "gradients have not been collected");
+  std::vector<Collected> all(parts_.size());
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    const Part& part = parts_[k];
+    for (size_t i = 0; i < part.objects.size(); ++i) {
+      const at::Tensor& gradient = part.plan.gradient(i);
+      if (gradient.defined()) {
+        const auto& [param, local, path, own] = part.objects[i];
+        const bool has_master = own == kParam && local[kMaster] != nullptr;
+        all[k].positions.push_back(part.positions[i]);
+        all[k].params.append(py::handle(local[own]));
+        all[k].masters.append(has_master ? py::handle(local[kMaster]) : py::none());
+        all[k].gradients.push_back(gradient);
+      }
+    }
+  }
+  return all;
+}
+
 WeightMark OptimizerPlan::Known::mark(const at::Tensor& shard) const {
   return {*THPVariable_Unpack(object).unsafeGetTensorImpl(), *shard.unsafeGetTensorImpl()};
 }

@@ -166,6 +166,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
+      .def("collected",
+           [](const OptimizerPlan& plan) {
+             py::list parts;
+             for (OptimizerPlan::Collected& part : plan.collected()) {
+               parts.append(py::make_tuple(std::move(part.positions), std::move(part.params),
+                                           std::move(part.masters), std::move(part.gradients)));
+             }
+             return parts;
+           })
+      .def("renew_marks", py::overload_cast<>(&OptimizerPlan::renew_marks))
       .def("step", &OptimizerPlan::step, py::arg("param_groups"), py::arg("state"),
            py::arg("control"), py::arg("accumulator"), py::arg("with_norm"), py::arg("grad_scale"),
            py::arg("found_inf"))

@@ -246,10 +246,20 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
 
 void OptimizerPlan::update_part(Part& part, const at::Tensor& control) {
   part.plan.update(part.hypers, control);
+  renew_marks(part);
+}
+
+void OptimizerPlan::renew_marks(Part& part) {
   for_each_entry(part.marks.size(), [&](size_t begin, size_t end) {
     std::for_each(part.marks.begin() + begin, part.marks.begin() + end,
                   [](WeightMark& mark) { mark.renew(); });
   });
+}
+
+void OptimizerPlan::renew_marks() {
+  for (Part& part : parts_) {
+    renew_marks(part);
+  }
 }
 
 void OptimizerPlan::release() {

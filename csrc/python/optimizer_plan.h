@@ -68,6 +68,19 @@ class OptimizerPlan {
   // Runs pass B of every part with the control block of its device, then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
 
+  // What a part has collected for the parameters with a gradient: their positions, local tensors,
+  // fp32 masters (None without one) and gradients.
+  struct Collected {
+    std::vector<int64_t> positions;
+    pybind11::list params;
+    pybind11::list masters;
+    std::vector<at::Tensor> gradients;
+  };
+  std::vector<Collected> collected() const;
+
+  // Takes weights as they are for those of the last step, whose masters they were rounded from.
+  void renew_marks();
+
   // Drops the gradients and the learning rates that collect() took.
   void release();
 
@@ -141,6 +154,7 @@ class OptimizerPlan {
   static void collect_unchanged(Part& part);
   void take_written_weights(Part& part);
   static void update_part(Part& part, const at::Tensor& control);
+  static void renew_marks(Part& part);
   bool attach_changed(Part& part);
   void set_pending_gradients(Part& part);
 

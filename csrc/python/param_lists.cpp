@@ -64,45 +64,6 @@ void clear_gradients(const py::list& tensors) {
   }
 }
 
-// Raises unless parameters that have a gradient can be stepped through their masters (the parameter
-// itself where it has no master): same shape and device, a gradient of the parameter's dtype or,
-// for a 16-bit parameter, float32, and memory behind all three. `gradients` has None for parameters
-// without gradient.
-void check_step(const py::list& params, const py::list& masters, const py::list& gradients,
-                const py::list& names) {
-  TORCH_CHECK_VALUE(masters.size() == params.size() && gradients.size() == params.size() &&
-                        names.size() == params.size(),
-                    "got ", masters.size(), " masters, ", gradients.size(), " gradients and ",
-                    names.size(), " names for ", params.size(), " params");
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (py::handle(PyList_GET_ITEM(gradients.ptr(), static_cast<Py_ssize_t>(i))).is_none()) {
-      continue;
-    }
-    const at::Tensor& param = tensor_at(params, i);
-    const at::Tensor& master = tensor_at(masters, i);
-    const at::Tensor& gradient = tensor_at(gradients, i);
-    const auto name = [&] { return py::cast<std::string>(names[i]); };
-    const at::ScalarType dtype = gradient.scalar_type();
-    const bool wider = dtype == at::kFloat && c10::elementSize(param.scalar_type()) == 2;
-    TORCH_CHECK(gradient.layout() == at::kStrided, "the gradient of parameter ", name(),
-                " has layout ", gradient.layout(), ", expected a dense tensor");
-    TORCH_CHECK(dtype == param.scalar_type() || wider, "the gradient of parameter ", name(),
-                " has dtype ", dtype, ", expected ", param.scalar_type());
-    TORCH_CHECK(gradient.sizes() == param.sizes(), "the gradient of parameter ", name(),
-                " has shape ", gradient.sizes(), ", expected ", param.sizes());
-    TORCH_CHECK(gradient.device() == param.device(), "the gradient of parameter ", name(),
-                " is on ", gradient.device(), ", expected ", param.device());
-    TORCH_CHECK(master.sizes() == param.sizes(), "parameter ", name(), " has shape ", param.sizes(),
-                ", and had ", master.sizes(), " when its master was made");
-    TORCH_CHECK(master.device() == param.device(), "parameter ", name(), " is on ", param.device(),
-                ", its master on ", master.device());
-    for (const at::Tensor* tensor : {&param, &master, &gradient}) {
-      TORCH_CHECK(tensor->numel() == 0 || tensor->storage().nbytes() > 0, "parameter ", name(),
-                  ", its master or its gradient has had its storage freed");
-    }
-  }
-}
-
 // The operator scaled_copy_ without the dispatcher, which takes 0.22 of 0.50 ms for 2,000 tensors.
 void scaled_copy_list(const py::list& to, const py::list& from, const at::Tensor& control,
                       bool unscale) {
@@ -182,8 +143,6 @@ void add_param_lists(py::module_& m) {
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));
   m.def("increment_versions", increment_versions, py::arg("tensors"));
   m.def("clear_gradients", clear_gradients, py::arg("tensors"));
-  m.def("check_step", check_step, py::arg("params"), py::arg("masters"), py::arg("gradients"),
-        py::arg("names"));
   py::class_<WeightMarks>(m, "WeightMarks")
       .def(py::init([](const py::list& params, const py::list& shards) {
              WeightMarks marks;

@@ -114,7 +114,7 @@ class DynamicGradScaler(LossScale):
         """Raises ValueError unless :meth:`load_state_dict` accepts the state dict."""
         held = state_dict if isinstance(state_dict, Mapping) else {}
         for key in ("_scale", *_COUNTS):
-            value = held.get(key)
+            value: Any = held.get(key)
             number = float(value) if hasattr(value, "__float__") else math.nan
             if not (is_scale(number) if key == "_scale" else 0 <= number < 2**53):
                 expected = "a positive number" if key == "_scale" else "a count"

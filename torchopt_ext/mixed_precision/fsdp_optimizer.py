@@ -1,45 +1,34 @@
-"""FSDPadaptOptimizer: mixed precision around any optimizer, for FSDP2, DDP and one process."""
+"""FSDPadaptOptimizer: mixed precision around any optimizer, with LightRFT's interface."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping
-from itertools import chain
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from torchopt_ext import _C
-from torchopt_ext._arguments import expect_numbers, inner_optimizer
+from torchopt_ext._arguments import expect_numbers
 from torchopt_ext._torch import tree_map_only
-from torchopt_ext.mixed_precision.base_optimizer import BaseOptimizer
 from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
-from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
-from torchopt_ext.optim import FusedOptimizer
+from torchopt_ext.mixed_precision.master_weights import MasterWeights
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
+from torchopt_ext.optim.hooks import evaluate, forwarded, run_hooks
 from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.optim.step import reject
 from torchopt_ext.state.devices import moved
-from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
-from torchopt_ext.state.masters import weight_of
-from torchopt_ext.state.params import named_params, params_of
-from torchopt_ext.state.storage import is_steppable
-from torchopt_ext.statedict.loaded import raise_problems
+from torchopt_ext.state.entries import WITH_BASE
+from torchopt_ext.state.params import params_of
 
 logger = logging.getLogger(__name__)
 
-# The wrapper of each base, to reject a second wrapper.
-_wrappers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-
-class FSDPadaptOptimizer(BaseOptimizer):
+class FSDPadaptOptimizer(MasterWeights):
     """Adds a loss scale, overflow check, clipping and fp32 master weights to an optimizer.
 
     A step computes the norm of all gradients, over all groups and ranks. If a gradient is not
@@ -47,7 +36,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     ``loss_scale * max(1, (norm + 1e-6) / clip_grad_norm)``. Then the step clears the gradients.
 
     Interface and state dict are LightRFT's. Like LightRFT's class, this class puts fp32 masters
-    into the optimizer's groups (:class:`.master_optimizer.MasterOptimizer`). A
+    into the optimizer's groups. A
     :class:`~torchopt_ext.FusedOptimizer` instead makes the whole step in two passes over memory,
     steps the model's parameters, and keeps masters in ``state[p]["master_weight"]``.
 
@@ -72,10 +61,6 @@ class FSDPadaptOptimizer(BaseOptimizer):
     _scaled = False  # whether there are gradients that backward() has scaled
     _stepping = False
     checkpoint_layout = WITH_BASE
-
-    # The stepper's groups hold the model's parameters. It also holds the last step's decision.
-    control = forwarded("_stepper", "control")
-    process_group = forwarded("_stepper", "process_group")
     loss_scale = forwarded("grad_scaler", "scale")
     """The scale of the loss, float32, one element."""
 
@@ -88,24 +73,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
         process_group: Any = None,
     ) -> None:
         super().__init__(optimizer)
-        _reject_base(optimizer)
         params = params_of(optimizer)
-        config = _scaler_config(grad_scal_cfg, params)
         device = next((param.device for param in params if not param.is_meta), "cpu")
-        self.grad_scaler = DynamicGradScaler(**config, device=device)
+        self.grad_scaler = DynamicGradScaler(**_scaler_config(grad_scal_cfg, params), device=device)
         if clip_grad_norm is None:
             clip_grad_norm = getattr(optimizer, "max_grad_norm", None) or 1.0
         self.clip_grad_norm(max_norm=clip_grad_norm)
-        self._stepper: FusedOptimizer | MasterOptimizer
-        if isinstance(optimizer, FusedOptimizer):
-            self._stepper = optimizer
-            if process_group is not None:
-                optimizer.process_group = process_group
-            optimizer.skip_nonfinite = True
-            optimizer.keep_masters()
-        else:
-            self._stepper = MasterOptimizer(optimizer, process_group)
-        _wrappers[optimizer] = weakref.ref(self)
+        self._make_masters(process_group)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Computes gradients of ``loss``, one element, times the loss scale. Calls add up."""
@@ -147,21 +121,6 @@ class FSDPadaptOptimizer(BaseOptimizer):
     def max_grad_norm(self, value: float | None) -> None:
         self.clip_grad_norm(max_norm=value or 0.0)
 
-    @property
-    def params_by_group(self) -> list[list[Tensor]]:
-        """The model's parameters, by group."""
-        return [group["params"] for group in self._stepper.param_groups]
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
-        return self.control.grad_norm
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """The number of skipped steps; float64, 0-dim."""
-        return self.control.skipped_steps
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, wait: bool = True
@@ -188,36 +147,25 @@ class FSDPadaptOptimizer(BaseOptimizer):
         try:
             evaluate(closure)
             self._reject_unscaled()
-            return self._step(wait)
+            self._stepper.max_grad_norm = self.max_grad_norm
+            context = StepContext(grad_scale=self.loss_scale, check_overflow=True)
+            skipped = self._step_in(context, wait)
+        except BaseException:
+            self._scaled &= self.has_gradients()
+            raise
         finally:
             self._stepping = False
-
-    def _step(self, wait: bool) -> bool | None:
-        stepper = self._stepper
-        stepper.max_grad_norm = self.max_grad_norm
-        try:
-            if isinstance(stepper, MasterOptimizer):
-                skipped = stepper.step(self.loss_scale)
-            else:
-                inner_step(stepper, StepContext(grad_scale=self.loss_scale, check_overflow=True))
-                skipped = stepper.known("skip")
-        except BaseException:
-            self._scaled &= self._has_gradients()
-            raise
-        if skipped is None and wait:
-            skipped = stepper.control.skip.item()
-            stepper.verdict.check()  # here: the rank that rejects keeps scale and gradients
-        self.grad_scaler.update(moved(stepper.control.found_inf, self.loss_scale.device))
+        self.grad_scaler.update(moved(self._stepper.control.found_inf, self.loss_scale.device))
         self.zero_grad()
         if skipped is None:
-            stepper.verdict.check()  # about earlier steps
+            self._stepper.verdict.check()  # about earlier steps
             return None
         if skipped and os.environ.get("RANK", "0") == "0":
             logger.warning("a gradient was not finite: the step was skipped")
         return not skipped
 
     def _reject_unscaled(self) -> None:
-        if not self._scaled and self._has_gradients() and not self.grad_scaler.is_one():
+        if not self._scaled and self.has_gradients() and not self.grad_scaler.is_one():
             reject([self._stepper], StepContext(check_overflow=True), Agreement())
             raise RuntimeError(
                 f"there are gradients that this optimizer's backward() did not scale, but the loss "
@@ -225,36 +173,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 f"optimizer.backward(loss) instead of loss.backward()"
             )
 
-    def _has_gradients(self) -> bool:
-        return any(param.grad is not None for param in params_of(self._stepper))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model's parameters."""
-        params = params_of(self._stepper)
-        if set_to_none:
-            _C.clear_gradients(params)
-        else:
-            for param in params:
-                if param.grad is not None:
-                    param.grad.detach_().zero_()
+        super().zero_grad(set_to_none)
         self._scaled = False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and masters for its parameters."""
-        self._stepper.add_param_group(param_group)
-
-    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Sets the masters from the parameters, or both from float32 weights.
-
-        Masters follow weights that user code writes. Call this only after writes that torch does
-        not count (docs/step.md).
-
-        Args:
-            from_: float32 weights, as in :meth:`torchopt_ext.FusedAdamW.refresh_masters`.
-        """
-        if self._offloader is not None:
-            self._offloader.bring_back()
-        self._stepper.refresh_masters(from_)
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
         """Returns ``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.
@@ -265,21 +187,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
-        packed, held = self.optim.state_dict(), self._stepper.state
-        if isinstance(self.optim, FusedOptimizer):  # its entries include masters
-            entries = {
-                index: {name: value for name, value in entry.items() if name not in MASTERS}
-                for index, entry in packed["state"].items()
-            }
-            packed["state"] = {index: entry for index, entry in entries.items() if entry}
-        weights = [
-            [weight_of(param, held.get(param, {})) for param in params]
-            for params in self.params_by_group
-        ]
         states = {
             "grad_scaler": self.grad_scaler.state_dict(),
-            "base_optim_states": packed,
-            "flat_fp32_weights": dict(enumerate(weights)),
+            "base_optim_states": self.base_state(),
+            "flat_fp32_weights": self.weights(),
         }
         states = run_hooks(self, "state_dict_post", states)
         if snapshot:
@@ -303,37 +214,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
-        scale, base = states["grad_scaler"], states["base_optim_states"]
+        scale = states["grad_scaler"]
         self.grad_scaler.check_state_dict(scale)
         # DCP converts indices to strings.
         saved = {int(index): list(own) for index, own in states["flat_fp32_weights"].items()}
-        groups = self.params_by_group
-        assert set(saved) == set(range(len(groups))), (
-            f"The groups of the saved weights are {sorted(saved)}, expected 0 to {len(groups) - 1}"
-        )
-        for index, own in enumerate(groups):
-            assert len(saved[index]) == len(own), (
-                f"The number of flat tensor is inconsistent, {len(own)} != {len(saved[index])}"
-            )
-        weights = list(chain(*(saved[index] for index in range(len(groups)))))
-        raise_problems(
-            f"the saved weight of parameter {repr(name) if name else number} {found}"
-            for number, ((name, param), weight) in enumerate(
-                zip(named_params(self._stepper), weights, strict=True)
-            )
-            if is_steppable(param) and (found := tensor_problem(weight, param))
-        )
-        if isinstance(self._stepper, MasterOptimizer):
-            load_base = self._stepper.prepare_load(base, weights)
-        else:
-            load_base = self._stepper.prepare_load(dict(base))
-
-        pairs = [*zip(params_of(self._stepper), weights, strict=True)]
+        load_weights = self.prepare_weights(states["base_optim_states"], saved)
 
         @torch.no_grad()
         def load() -> None:
-            load_base()
-            self._stepper.set_weights(pairs)
+            load_weights()
             self.grad_scaler.load_state_dict(scale)
             run_hooks(self, "load_state_dict_post")
 
@@ -343,49 +232,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         from torchopt_ext.statedict.dcp import BASE, buffers_by_key
 
-        keys = [f"{BASE}.state.{i}" for i in ids]
-        params = dict(zip(keys, chain(*self.params_by_group), strict=False))
+        params = dict(
+            zip((f"{BASE}.state.{i}" for i in ids), params_of(self._stepper), strict=False)
+        )
         for group, own in enumerate(self.params_by_group):
             params |= {f"flat_fp32_weights.{group}.{i}": param for i, param in enumerate(own)}
         return buffers_by_key(params)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._offloader is not None:  # a copy has no offloader, so its state must be on device
-            self._offloader.bring_back()
         return super().__getstate__() | {"_stepping": False, "_scaled": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _wrappers[self.optim] = weakref.ref(self)
-
-
-def _reject_base(optimizer: Optimizer) -> None:
-    """Raises TypeError for an optimizer that cannot be wrapped, ValueError for its settings."""
-    name = type(optimizer).__name__
-    wrapper = _wrappers.get(optimizer)
-    if getattr(optimizer, "has_loss_scale", False):
-        raise ValueError(
-            f"the {name} keeps a loss scale of its own (set_loss_scale), which FSDPadaptOptimizer "
-            "would not use: give it grad_scal_cfg"
-        )
-    if (inner := inner_optimizer(optimizer)) is not optimizer:
-        raise TypeError(
-            f"the {name} is a framework's wrapper: give FSDPadaptOptimizer the "
-            f"{type(inner).__name__} in it"
-        )
-    if any(getattr(param, "is_master_weight", False) for param in params_of(optimizer)):
-        raise TypeError(f"the {name} has the masters of another FSDPadaptOptimizer in its groups")
-    if isinstance(optimizer, BaseOptimizer):
-        raise TypeError(f"the optimizer is a {name} already: wrap the one in it")
-    if wrapper is not None and wrapper() is not None:
-        raise TypeError(f"the {name} is wrapped by another FSDPadaptOptimizer already")
-    if isinstance(optimizer, LBFGS):
-        raise TypeError("LBFGS evaluates the model within a step; its gradients cannot be scaled")
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise TypeError(
-            f"a {name} shards parameters by itself: give it master weights "
-            f"(optimizer_class=FusedAdamW, master_weights='fp32') and torchopt_ext.GradScaler"
-        )
 
 
 def _scaler_config(given: Mapping[str, Any] | None, params: list[Tensor]) -> dict[str, Any]:

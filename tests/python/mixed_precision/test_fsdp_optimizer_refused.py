@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torchopt_ext import FusedAdamW
-from torchopt_ext.mixed_precision import FSDPadaptOptimizer, master_optimizer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
+from torchopt_ext.optim import param_states
 
 from ..optim.subject import assert_same_bits
 from .training import (
@@ -291,13 +292,15 @@ def test_memory_that_is_short_for_masters(added: bool, monkeypatch: pytest.Monke
     def call() -> Any:
         return ours.add_param_group(groups[1]) if added else FSDPadaptOptimizer(base)
 
-    def short(local: torch.Tensor, like: torch.Tensor) -> Any:
-        if like is params[-1]:
+    made = param_states.fit_master
+
+    def short(param: torch.Tensor, *args: Any) -> None:
+        if param is params[-1]:
             raise torch.OutOfMemoryError
-        return local
+        made(param, *args)
 
     before = contents()
-    monkeypatch.setattr(master_optimizer, "as_placed", short)
+    monkeypatch.setattr(param_states, "fit_master", short)
     with pytest.raises(torch.OutOfMemoryError):
         call()
     monkeypatch.undo()
