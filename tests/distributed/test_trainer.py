@@ -152,8 +152,8 @@ def test_jobs_resume_in_another_layout(train, by_hand, tmp_path, before, after):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 7), (2, 4)])
-def test_what_a_trainer_does_step_by_step(rank_server, tmp_path, ranks, cases):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_trainer_does_step_by_step(rank_server, tmp_path, ranks):
     with rank_server("trainer_behaviour.py") as start:
         start("trainer_behaviour.py", ranks, str(tmp_path), *JOB)
-    assert_passed(ended(tmp_path), cases)
+    assert_passed(ended(tmp_path))

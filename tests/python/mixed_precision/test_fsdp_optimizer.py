@@ -55,7 +55,7 @@ def norm_of(*tensors: Tensor | None) -> float:
 @every_kind
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("special", SPECIALS)
-def test_row_01_an_overflow_changes_nothing(kind: str, dtype: torch.dtype, special: float) -> None:
+def test_an_overflow_changes_nothing(kind: str, dtype: torch.dtype, special: float) -> None:
     """At any element: no byte changes, gradients clear, the scale backs off, step() is false."""
     params = parameters(dtype, SHORT)
     ours = scaled(kind, params)
@@ -80,7 +80,7 @@ def test_row_01_an_overflow_changes_nothing(kind: str, dtype: torch.dtype, speci
 
 
 @every_kind
-def test_row_02_the_norm_tells_what_overflowed(kind: str) -> None:
+def test_the_norm_tells_what_overflowed(kind: str) -> None:
     """The flag is separate from the norm, which stays infinite or NaN and is never negative."""
     params = parameters(BF16, SHORT)
     ours = ours_of(kind, params)
@@ -99,7 +99,7 @@ def test_row_02_the_norm_tells_what_overflowed(kind: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_row_03_a_group_that_holds_nothing(kind: str, position: int) -> None:
+def test_a_group_that_holds_nothing(kind: str, position: int) -> None:
     """Groups that are empty, without gradients or frozen add nothing; the others step."""
     held = parameters(BF16, SHORT)
     groups: list[dict[str, Any]] = [
@@ -127,7 +127,7 @@ def test_row_03_a_group_that_holds_nothing(kind: str, position: int) -> None:
 
 
 @every_kind
-def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
+def test_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
     """Gradients of 3e38, whose squares overflow float32, have a finite norm."""
     params = parameters(BF16, ((4, 4),))
     ours = FSDPadaptOptimizer(
@@ -154,7 +154,7 @@ def test_row_05_the_norm_survives_the_range_of_bfloat16(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("how", ["argument", "method"])
 @pytest.mark.parametrize("clip", [0.5, 3.0, 1e6, 0.0, -1.0])
-def test_row_10_the_threshold_is_an_argument(kind: str, how: str, clip: float) -> None:
+def test_the_threshold_is_an_argument(kind: str, how: str, clip: float) -> None:
     """Gradients become gradient / (scale * max(1, (norm + 1e-6) / clip)); clip <= 0 is off."""
     params = parameters(FP32, SHORT)
     if how == "argument":
@@ -187,7 +187,7 @@ def sgd_of_one(kind: str, params: Any, **kwargs: Any) -> Any:
     return FSDPadaptOptimizer(base, **kwargs)
 
 
-def test_row_10_the_threshold_of_the_base_counts() -> None:
+def test_the_threshold_of_the_base_counts() -> None:
     """The base's max_grad_norm applies unless an argument overrides it, and clips once."""
     for own, given, expected in (
         (None, None, 1.0), (2.5, None, 2.5), (2.5, 7.0, 7.0), (2.5, 0.0, 0.0)
@@ -206,7 +206,7 @@ def test_row_10_the_threshold_of_the_base_counts() -> None:
 
 
 @every_kind
-def test_row_11_the_default_scale(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_default_scale(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The scale is static for bfloat16 and float32, over any steps, and dynamic for float16."""
     for dtype in (BF16, FP32):
         params = parameters(dtype, ((3,),))
@@ -232,7 +232,7 @@ def test_row_11_the_default_scale(kind: str, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-def test_row_11_configurations() -> None:
+def test_configurations() -> None:
     """The scaler's arguments may be flat, or nested as in InternEvo."""
     flat: dict[str, Any] = {
         "initial_scale": 2.0**10, "min_scale": 2.0**9, "growth_interval": 3,
@@ -258,7 +258,7 @@ def test_row_11_configurations() -> None:
 
 
 @every_kind
-def test_row_14_nothing_is_printed(
+def test_nothing_is_printed(
     kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A skip is logged without reading a tensor, and other steps log nothing."""
@@ -278,7 +278,7 @@ def test_row_14_nothing_is_printed(
 
 
 @every_kind
-def test_row_19_a_group_added_later(kind: str) -> None:
+def test_a_group_added_later(kind: str) -> None:
     """A later group gets masters at once and its own rate, and the norm covers all groups."""
     params, late = parameters(BF16, SHORT), parameters(BF16, ((9,), (2, 3)), seed=3)
     ours = scaled(kind, params)
@@ -303,7 +303,7 @@ def test_row_19_a_group_added_later(kind: str) -> None:
 
 @every_kind
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
-def test_row_20_wide_parameters_are_their_own_masters(kind: str, dtype: torch.dtype) -> None:
+def test_wide_parameters_are_their_own_masters(kind: str, dtype: torch.dtype) -> None:
     """Wide parameters have no second copy: they are stepped and saved themselves."""
     params = parameters(dtype, SHORT)
     ours = scaled(kind, params)
@@ -318,7 +318,7 @@ def test_row_20_wide_parameters_are_their_own_masters(kind: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_row_21_state_from_before(kind: str) -> None:
+def test_state_from_before(kind: str) -> None:
     """State that the base has before wrapping applies to the masters from the first step."""
     params, others = parameters(BF16, SHORT), parameters(BF16, SHORT)
     base, twin = BASES[kind][0](params), BASES[kind][0](others)

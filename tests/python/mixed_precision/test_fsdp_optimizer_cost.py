@@ -47,7 +47,7 @@ def scaled(kind: str, params: Any) -> Any:
 
 
 @every_kind
-def test_row_04_the_host_waits_at_most_once(kind: str) -> None:
+def test_the_host_waits_at_most_once(kind: str) -> None:
     """With any number of groups, a step reads at most one number from a tensor."""
     params = parameters(BF16, [(5,)] * 12)
     ours = scaled(kind, [{"params": [p]} for p in params])
@@ -66,7 +66,7 @@ def allocated(run: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_row_05_no_temporaries_with_a_fused_base(dtype: torch.dtype) -> None:
+def test_no_temporaries_with_a_fused_base(dtype: torch.dtype) -> None:
     """A step of FusedAdamW allocates no float32 gradients and no other copies."""
     params = parameters(dtype, ((300, 400), (70_001,)))
     elements = sum(p.numel() for p in params)
@@ -80,7 +80,7 @@ def test_row_05_no_temporaries_with_a_fused_base(dtype: torch.dtype) -> None:
     assert allocated(other.step) > 4 * elements  # shows that the measurement sees them
 
 
-def test_row_05_one_float32_gradient_with_another_base() -> None:
+def test_one_float32_gradient_with_another_base() -> None:
     """The generic path allocates float32 gradients once, and nothing else of that size."""
     params = parameters(BF16, ((300, 400), (70_001,)))
     elements = sum(p.numel() for p in params)

@@ -395,7 +395,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], Any, str | None]] 
 
 @every_kind
 @pytest.mark.parametrize("how", UNUSABLE)
-def test_row_18_a_state_dict_that_does_not_fit(kind: str, how: str) -> None:
+def test_a_state_dict_that_does_not_fit(kind: str, how: str) -> None:
     """Missing parts raise AssertionError, as in the replaced class, and nothing changes."""
     params, ours = named(kind, grad_scal_cfg=DYNAMIC)
     change, error, pattern = UNUSABLE[how]

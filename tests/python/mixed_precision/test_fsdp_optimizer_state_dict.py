@@ -76,7 +76,7 @@ def test_a_saved_optimizer_goes_on(
 
 
 @every_base
-def test_row_17_snapshots_and_live_tensors(kind: str) -> None:
+def test_snapshots_and_live_tensors(kind: str) -> None:
     """A snapshot does not change with training; other state dicts hold the live tensors."""
     params, ours = trained(kind)
     live, kept = ours.state_dict(), ours.state_dict(snapshot=True)
@@ -124,7 +124,7 @@ def test_an_optimizer_loads_its_own_tensors_of_a_single_row(kind: str) -> None:
 
 
 @every_base
-def test_row_18_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None:
+def test_loading_takes_other_dtypes_of_the_same_values(kind: str) -> None:
     """The model follows the loaded masters at once, also masters saved in double."""
     params, ours = trained(kind)
     saved = ours.state_dict(snapshot=True)

@@ -97,10 +97,10 @@ COVERAGE = {
     "test_adamw_serialization": "test_torch_state.py::test_decoupled_weight_decay_key",
     "test_grads_are_never_inplaced_into": "test_gradients_are_not_written",
     "test_step_iteration": "test_step_counts",
-    "test_fused_mixed_precision_numerics": "bf16 state with fp32 parameters is not offered",
-    "test_fused_mixed_precision_state_init": "bf16 state with fp32 parameters is not offered",
-    "test_fused_mixed_precision_hook_skips_existing_state": "bf16 state is not offered",
-    "test_fused_mixed_precision_rejects_unsupported_dtypes": "bf16 state is not offered",
+    "test_fused_mixed_precision_numerics": "test_moments_that_a_step_hook_makes",
+    "test_fused_mixed_precision_state_init": "test_moments_that_a_step_hook_makes",
+    "test_fused_mixed_precision_hook_skips_existing_state": "test_moments_that_a_step_hook_makes",
+    "test_fused_mixed_precision_rejects_unsupported_dtypes": "test_moments_that_a_step_hook_makes",
 }
 
 
@@ -114,6 +114,35 @@ def test_coverage_table() -> None:
             continue
         source = (here.with_name(file) if separator else here).read_text()
         assert f"def {function}(" in source, f"{check}: no {where}"
+
+
+@each_class
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_moments_that_a_step_hook_makes(name: str, amsgrad: bool) -> None:
+    """torch's users have bf16 moments by such a hook, where ours have ``state_dtype``."""
+
+    def make_states(optimizer: Any, dtype: torch.dtype) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            if not (state := optimizer.state[param]):
+                state["step"] = torch.zeros(())
+                keys = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
+                state |= {key: torch.zeros_like(param, dtype=dtype) for key in keys}
+
+    params, others = make_params(), make_params()
+    hooked = OURS[name](params, amsgrad=amsgrad)
+    hooked.register_step_pre_hook(lambda optimizer, *_: make_states(optimizer, torch.bfloat16))
+    train(
+        [hooked, OURS[name](others, amsgrad=amsgrad, state_dtype=torch.bfloat16)],
+        [params, others],
+        3,
+    )
+    assert all(map(torch.equal, params, others))
+    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in hooked.state.values())
+    wrong = OURS[name](others, amsgrad=amsgrad)
+    wrong.register_step_pre_hook(lambda optimizer, *_: make_states(optimizer, torch.int32))
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is torch.int32"):
+        wrong.step()
+    assert all(map(torch.equal, params, others))
 
 
 def error_cases() -> list[Any]:
