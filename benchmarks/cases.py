@@ -12,7 +12,7 @@ from roofline import OBJECTS, in_turn, loop_case, objects_case
 from shapes import Shapes
 from torch import nn
 
-from torchopt_ext import FusedAdamW, GradScaler, digest
+from torchopt_ext import FusedAdamW, FusedLion, FusedSGD, GradScaler, digest
 
 Calls = dict[str, Callable[[], object]]
 
@@ -192,3 +192,33 @@ def build_tracked(name: str, shapes: Shapes) -> Group:
 
     cases.append(Case(f"{OURS}, then a digest", CLIP, step_and_digest, BYTES[OURS, CLIP] + 12))
     return Group(name, shapes, cases, baseline=OURS)
+
+
+# Ours, torch's class if there is one, options, and states.
+ALGORITHMS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = {
+    "Lion": (FusedLion, None, {}, ("exp_avg",)),
+    "SGD with momentum": (FusedSGD, torch.optim.SGD, {"momentum": 0.9}, ("momentum_buffer",)),
+    "SGD": (FusedSGD, torch.optim.SGD, {}, ()),
+}
+
+
+def build_algorithms(name: str, shapes: Shapes) -> Group:
+    """Builds clipped steps of the other algorithms, and torch's where torch has one."""
+    gradients = gradients_of(shapes, torch.float32, "cpu")
+    cases: list[Case] = []
+    for algorithm, (kind, stock, options, states) in ALGORITHMS.items():
+        params = params_with(gradients)
+        ours = kind(params, max_grad_norm=MAX_NORM, lr=1e-3, **options)
+        ours.step()  # creates the state
+        held = [[ours.state[p][state] for p in params] for state in states]
+        update = loop_case(f"{UPDATE}_{len(states)}", gradients, params, *held)
+        plain = in_turn(loop_case(READ, gradients), update)
+        moved, operation = plain.bytes_per_parameter, f"{CLIP}, {algorithm}"
+        cases.append(Case(OURS, operation, ours.step, moved, plain.operation))
+        if stock is not None:
+            theirs = params_with(gradients)
+            call = partial(clip_and_step, theirs, stock(theirs, lr=1e-3, fused=True, **options))
+            cases.append(Case(FUSED, operation, call, moved and moved - NORM + TORCH_CLIP))
+        if plain.operation not in {case.operation for case in cases}:
+            cases.append(plain)
+    return Group(name, shapes, cases, baseline=FUSED)

@@ -24,7 +24,6 @@ from torchopt_ext.containers.deferred_clipping import defer_clipping
 
 DEFERRED = f"{OURS}, deferred clipping"
 IMPLEMENTATIONS = (FUSED, FOREACH, OURS, DEFERRED)
-TIMES_AS_FAST = 5.0
 
 
 def clip_and_step(implementation: str, tensors: int, elements: int) -> Call:
@@ -79,12 +78,12 @@ def main() -> None:
             row = find(rows, name, CLIP, kind)
             times = row and row["times_as_fast_as"][FUSED]
             targets += [
-                target_line(f"{name}, {kind}: times as fast as {FUSED}", times, TIMES_AS_FAST),
+                target_line(f"{name}, {kind}: times as fast as {FUSED}", times, 5.0),
                 target_line(f"{name}, {kind}: operators for more tensors", many - few, 0, False),
             ]
     header = ("tensors", "implementation", f"{options.tensors // 10:,}", f"{options.tensors:,}")
     sections = {
-        "Operators that a step dispatches, by the number of tensors": harness.lines_of(
+        "Operators that a step dispatches, by the number of tensors": harness.table(
             header, [(name, kind, *(f"{n:,}" for n in of)) for name, kind, of in counted], 2
         ),
         "Targets": [] if options.quick else targets,

@@ -143,7 +143,7 @@ def main() -> None:
     lines = [(kind, *map("{:.2f}".format, moved)) for kind, moved in result["bytes"].items()]
     sections = {
         "Bytes that are read and written for an element of a shard, what is sent and received left "
-        "out": harness.lines_of(("implementation", "all-gather", "step"), lines)
+        "out": harness.table(("implementation", "all-gather", "step"), lines)
     }
     harness.write(options.out / "fsdp", about, result["rows"], sections, bytes=result["bytes"])
 

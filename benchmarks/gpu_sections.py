@@ -34,9 +34,7 @@ from cases import (
     params_with,
 )
 from harness import Call, Case, Row, wall_milliseconds
-from mixed_precision import BYTES as ADAPTED_BYTES
-from mixed_precision import STEP as ADAPTED
-from mixed_precision import step_of
+from mixed_precision import build_adapters
 from peers import GPU, SETTINGS
 from shapes import BILLION, GPT2, QUICK_SETS, SETS, SMALL, Shapes, parameters
 
@@ -256,12 +254,8 @@ def captured(call: Call) -> Call:
 def adapters(bench: Bench) -> Rows:
     """Times FSDPadaptOptimizer, whose step waits for the device, and torch operators."""
     for name in (GPT2, SMALL):
-        for implementation in ADAPTED_BYTES:
-            gradients = bench.gradients(name, torch.bfloat16)
-            call = step_of(implementation, gradients)
-            case = Case(implementation, ADAPTED, call, ADAPTED_BYTES[implementation])
+        for case in build_adapters(name, bench.sets[name], bench.device).cases:
             yield bench.case_row(name, case, f", {BF16}")
-            del case, call, gradients
 
 
 def peers(bench: Bench) -> Rows:

@@ -233,16 +233,11 @@ def rows_table(rows: list[Row]) -> list[str]:
     return out
 
 
-def lines_of(header: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> list[str]:
-    """Formats a section's table, whose first ``text`` columns are no numbers."""
-    return table(header, rows, text).splitlines()
-
-
 def write(
     path: Path,
     about: dict[str, Any],
     rows: list[Row],
-    sections: dict[str, list[str]],
+    sections: dict[str, str | list[str]],
     **content: Any,
 ) -> None:
     """Writes ``path``.txt and ``path``.json, and prints the text.
@@ -256,6 +251,7 @@ def write(
         lines += ["", *rows_table(rows)]
     for heading, body in sections.items():
         if body:
+            body = body.splitlines() if isinstance(body, str) else body
             lines += ["", heading, *(f"  {line}".rstrip() for line in body)]
     text = "\n".join(lines) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,6 @@ FUSED = "FSDPadaptOptimizer, FusedAdamW"
 ANY = "FSDPadaptOptimizer, torch AdamW fused"
 PLAIN = "torch operators, torch AdamW fused"
 STEP = "check+clip+step"
-MOST_OPERATORS = 6  # of ours in a step, for any number of tensors
 
 # Bytes per parameter. Ours with FusedAdamW: g 2, then g 2, master, m, v 24, p written 2. Ours with
 # another base: g 2, then g 2 and fp32 gradient written 4, the base 28, master 4 and p written 2.
@@ -137,9 +136,9 @@ def main() -> None:
             lines.append((name, kind, f"{seen.total():,}", f"{base:,}"))
             if kind != PLAIN:
                 what = f"{name}, {kind}: operators of ours"
-                targets.append(target_line(what, seen.total() - base, MOST_OPERATORS, False))
+                targets.append(target_line(what, seen.total() - base, 6, False))
     sections = {
-        "Operators that one step dispatches": harness.lines_of(
+        "Operators that one step dispatches": harness.table(
             ("tensors", "implementation", "operators", "of them the base's"), lines, 2
         ),
         "Targets": [] if options.quick else targets,

@@ -116,6 +116,16 @@ void update_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) 
   update<uint32_t, uint32_t, uint32_t, uint32_t>(s, sizes, tensors, threads);
 }
 
+// Streams: g, p, and one state.
+void update_fp32_1(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  update<uint32_t, uint32_t, uint32_t>(s, sizes, tensors, threads);
+}
+
+// Streams: g, p.
+void update_fp32_0(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  update<uint32_t, uint32_t>(s, sizes, tensors, threads);
+}
+
 // Streams: g, master, m, v, p; p is only written.
 void update_bf16_master(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {

@@ -19,6 +19,8 @@ BYTES = {
     "read_fp32": 4,
     "read_bf16": 2,
     "update_fp32": 28,
+    "update_fp32_1": 20,
+    "update_fp32_0": 12,
     "update_bf16_master": 28,
     "update_bf16_remainder": 26,
     "update_bf16": 14,

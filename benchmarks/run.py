@@ -10,7 +10,7 @@ from functools import partial
 import harness
 import peers
 from bf16_cases import build_masters, build_plain
-from cases import CLIP, FUSED, OURS, SCALER, STEP, build_fp32, build_tracked
+from cases import CLIP, FUSED, OURS, SCALER, STEP, build_algorithms, build_fp32, build_tracked
 from in_backward import build_backward
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import target_lines
@@ -28,6 +28,7 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
         partial(small, SMALL, sets[SMALL]),
         *[partial(pair, name, sets[name], operations=(CLIP,)) for name in FEWER],
         partial(pair, ONES, sets[ONES], operations=(STEP,), loops=False),
+        partial(build_algorithms, f"{GPT2}, other algorithms", sets[GPT2]),
         partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),

@@ -189,7 +189,7 @@ def main() -> None:
             rows += rows_of(f"llama3 debugmodel, {layout}", result)
             lines += shares(layout, result)
     header = ("layout", "implementation", "ms", PART)
-    sections = {"A training step": harness.lines_of(header, lines, 2)}
+    sections = {"A training step": harness.table(header, lines, 2)}
     harness.write(options.out / "torchtitan", about, rows, sections)
 
 

@@ -224,7 +224,7 @@ def main() -> None:
     header += ("async save", "copy")
     targets = [line for result in runs for line in target_lines(result)]
     sections = {
-        "Milliseconds of a training step, median": harness.lines_of(header, [*map(cells, runs)]),
+        "Milliseconds of a training step, median": harness.table(header, [*map(cells, runs)]),
         "Targets": [*targets, target_line(what, seconds, 10.0, at_least=False)],
     }
     harness.write(options.out / "trainer", about, [], sections, runs=runs)

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from harness import Case, Group, Row, find, target_line
 from ranks import on_ranks, run_ranks, sample
-from shapes import SETS, SMALL, Shapes, gpt2, parameters
+from shapes import SETS, SMALL, Shapes, parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW
+from torchopt_ext.cli.tensors import gpt2_shapes
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 TORCH, TORCH_VIEW = "torch", "torch, bucket view"
@@ -215,7 +216,7 @@ def trained(width: int, depth: int, rounds: int) -> list[list[Any]]:
 def on_rank(rounds: int, width: int, state_mib: int) -> dict[str, Any]:
     """Measures everything on a rank."""
     dist.init_process_group("gloo")
-    sets = {f"GPT-2 of width {width}": gpt2(50257, 1024, width, 12), SMALL: SETS[SMALL]}
+    sets = {f"GPT-2 of width {width}": gpt2_shapes(width=width), SMALL: SETS[SMALL]}
     rows, shares = zip(*[timed(*each, rounds) for each in sets.items()], strict=True)
     return {
         "rows": [row for some in rows for row in some],
@@ -285,7 +286,7 @@ def main() -> None:
         for n, result in runs.items()
         for way, spent, sent, peak in result["training"]
     ]
-    tables = harness.lines_of
+    tables = harness.table
     sections = {
         "Times as fast as torch's class with parameters_as_bucket_view": tables(
             ("tensors", "operation", "implementation", "x view"), view, 3

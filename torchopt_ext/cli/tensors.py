@@ -125,17 +125,17 @@ def alike(count: int) -> list[Tensor]:
     return [*map(meta, shapes), *([meta((rest,))] if rest else [])]
 
 
-def gpt2() -> list[Entry]:
-    """Returns GPT-2 124 M's parameters with tied embeddings, in the Hugging Face model's order."""
-    width = 768
+def gpt2_shapes(
+    vocabulary: int = 50257, context: int = 1024, width: int = 768, layers: int = 12
+) -> list[tuple[int, ...]]:
+    """Returns GPT-2's shapes with tied embeddings, in the Hugging Face model's order."""
     block: list[tuple[int, ...]] = [
         *[(width,), (width,)],  # layer norm
         *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
         *[(width,), (width,)],  # layer norm
         *[(width, 4 * width), (4 * width,), (4 * width, width), (width,)],  # perceptron
     ]
-    embeddings = [Entry(meta((rows, width)), embedding=True) for rows in (50257, 1024)]
-    return [*embeddings, *(Entry(meta(shape)) for shape in [*block * 12, (width,), (width,)])]
+    return [(vocabulary, width), (context, width), *block * layers, (width,), (width,)]
 
 
 def from_text(text: str) -> list[Entry]:
@@ -143,7 +143,8 @@ def from_text(text: str) -> list[Entry]:
     entries: list[Entry] = []
     for item in text.split(","):
         if item == NAMED:
-            entries += gpt2()
+            shapes = enumerate(gpt2_shapes())  # the first two are embeddings
+            entries += [Entry(meta(shape), embedding=n < 2) for n, shape in shapes]
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
             count, *shape = map(int, item.split("x"))
             if count > MOST_TENSORS or count * math.prod(shape) >= MOST_ELEMENTS:

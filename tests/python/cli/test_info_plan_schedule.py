@@ -54,7 +54,7 @@ def test_help_has_examples_and_fits(command: str, capsys: pytest.CaptureFixture[
 
 
 def test_the_entry_point_ends_quietly_when_its_reader_does() -> None:
-    command = [sys.executable, "-m", "torchopt_ext", "schedule", "--steps", "200000", "--csv", "-"]
+    command = [sys.executable, "-m", "torchopt_ext", "schedule", "--steps", "20000", "--csv", "-"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
