@@ -248,9 +248,7 @@ def test_state_that_a_user_drops_is_freed_at_once(kind: str, drop: Callable[[Any
 
 
 @pytest.mark.usefixtures("_uncollected")
-@pytest.mark.parametrize(
-    "kind", ["plain", "norm", "scheduler", "FSDP fused", "FSDP AdamW", *WITH_OPTIONS]
-)
+@pytest.mark.parametrize("kind", ["plain", "norm", "scheduler", "FSDP fused", *WITH_OPTIONS])
 def test_parameters_that_a_user_drops_are_freed_at_once(kind: str) -> None:
     """Densification replaces parameters and moves their state (gsplat's relocation)."""
     model = layers()
