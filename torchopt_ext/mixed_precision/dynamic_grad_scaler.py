@@ -69,7 +69,7 @@ class DynamicGradScaler(LossScale):
         with torch.inference_mode(False):
             scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         super().__init__(scale, settings)
-        self._constant: float | None = None  # the scale as last read
+        self._set = float(initial_scale)  # the scale, while it cannot move
 
     @property
     def inv_scale(self) -> Tensor:
@@ -77,10 +77,8 @@ class DynamicGradScaler(LossScale):
         return self.scale.double().reciprocal().float()
 
     def is_one(self) -> bool:
-        """Returns whether the scale is 1. If the scale is constant, only the first call waits."""
-        if self._moves or self._constant is None:
-            self._constant = self.scale.item()
-        return self._constant == 1.0
+        """Returns whether the scale is 1. Waits for the device only if the scale can move."""
+        return (self.scale.item() if self._moves else self._set) == 1.0
 
     @torch.no_grad()
     def update(self, overflow: bool | Tensor) -> None:
@@ -105,8 +103,8 @@ class DynamicGradScaler(LossScale):
             ValueError: a number is missing or out of range. Nothing is changed.
         """
         self.check_state_dict(state_dict)
-        self._constant = None
-        self.scale.fill_(float(state_dict["_scale"]))
+        self._set = float(state_dict["_scale"])
+        self.scale.fill_(self._set)
         for key, name in _COUNTS.items():
             self.field(name).fill_(float(state_dict[key]))
 
