@@ -97,49 +97,23 @@ def loss_scale_update_(control: Tensor, found_inf: Tensor, scale: Tensor) -> Non
     _ops.loss_scale_update_.default(control, found_inf, scale)
 
 
-def adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    state_steps: Sequence[Tensor],
-    control: Tensor,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    maximize: bool,
-    bias_correction: bool = True,
-    cautious_weight_decay: bool = False,
-    decay_follows_lr: float = 0.0,
-) -> None:
-    """Makes one Adam (or, with ``decoupled_weight_decay``, AdamW) step, in place (pass B).
+adam_, lion_, sgd_ = _ops.adam_, _ops.lion_, _ops.sgd_
+"""One step of an algorithm over lists of tensors, in place (pass B).
 
-    Args:
-        params: dense tensors of float32, float64, bfloat16 or float16 on one device.
-        grads: of each parameter's shape and dtype, read only. The gradient of a 16-bit parameter
-            may be float32, and the gradient of a float32 parameter may be 16-bit.
-        exp_avgs, exp_avg_sqs: of each parameter's shape and strides.
-        max_exp_avg_sqs: of each parameter's shape and strides; empty without amsgrad.
-        state_steps: one float32 element each, the steps done before this step; incremented.
-        control: holds the factors for gradients and learning rate, and the skip decision.
-        lr: a number, or one float32 or float64 element on the CPU or the parameters' device.
-        bias_correction: divides the moments by ``1 - beta**step``.
-        cautious_weight_decay, decay_follows_lr: as numbers of
-            :class:`torchopt_ext.optim.FusedOptimizer`.
-    """
-    overload = _ops.adam_.tensor_lr if isinstance(lr, Tensor) else _ops.adam_.default
-    overload(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control,
-        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-        bias_correction=bias_correction, cautious_weight_decay=cautious_weight_decay,
-        decay_follows_lr=decay_follows_lr,
-    )  # fmt: skip
+    adam_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, control, *, lr, ...)
+    lion_(params, grads, exp_avgs, state_steps, control, *, lr, ...)
+    sgd_(params, grads, momentum_buffers, state_steps, control, *, lr, ...)
+
+- ``params``: dense tensors of float32, float64, bfloat16 or float16 on one device.
+- ``grads``: of each parameter's shape and dtype, read only. The gradient of a 16-bit parameter may
+  be float32, and the gradient of a float32 parameter may be 16-bit.
+- The states: of each parameter's shape and strides; lists of states that are not kept are empty.
+- ``state_steps``: one float32 element each, the steps done before this step; incremented.
+- ``control``: has the factors for gradients and learning rate, and the decision to skip.
+- ``lr``: a number, or one float32 or float64 element on the CPU or the parameters' device. The
+  other hyperparameters are those of a param group, by their names in ``adam_.default._schema``,
+  with numbers ``beta1`` and ``beta2``, and have the algorithm's defaults.
+"""
 
 
 def scaled_copy_(
