@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(Path(__file__).parent)]
@@ -24,13 +26,11 @@ from examples.model import Transformer  # noqa: E402
 from torchopt_ext.trainer.config import ConfigError, JobConfig  # noqa: E402
 from torchopt_ext.trainer.distributed import (  # noqa: E402
     clip_grad_norm_,
-    dist_max,
-    dist_mean,
-    maybe_enable_amp,
+    mean_and_max,
     set_determinism,
     set_pg_timeouts,
-    train_context,
 )
+from torchopt_ext.trainer.forward_pass import maybe_enable_amp  # noqa: E402
 from torchopt_ext.trainer.parallel_dims import ParallelDims  # noqa: E402
 from torchopt_ext.trainer.parallelize import parallelize, set_gradient_sync  # noqa: E402
 from torchopt_ext.trainer.pipeline import pipeline  # noqa: E402
@@ -118,7 +118,7 @@ def compare(*, accumulate: int = 1, dtype: torch.dtype | None = None, **settings
     for index in range(accumulate):
         if accumulate > 1:
             set_gradient_sync(parts, index == accumulate - 1)
-        with train_context(dims.loss_parallel_enabled, False):
+        with loss_parallel() if dims.loss_parallel_enabled else nullcontext():
             if schedule is None:
                 some = slice(index * BATCH // accumulate, (index + 1) * BATCH // accumulate)
                 with amp:
@@ -150,9 +150,7 @@ def compare(*, accumulate: int = 1, dtype: torch.dtype | None = None, **settings
         stages: list[Any] = [None] * pp_mesh.size()
         dist.all_gather_object(stages, names, group=pp_mesh.get_group())
         names = sorted(name for stage in stages for name in stage)
-    mean, largest = (
-        (dist_mean(total, dp), dist_max(total, dp)) if dp else (total.item(), total.item())
-    )
+    mean, largest = mean_and_max(total, dp) if dp else (total.item(), total.item())
     assert names == sorted(expected)
     assert same_weights
     assert largest >= mean
