@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 THREADS = 256  # of a block
 # Limits of a multiprocessor, the same on all these architectures (CUDA C++ Programming Guide,
@@ -55,7 +54,7 @@ class Kernel:
 
 
 def short_name(demangled: str) -> str:
-    """Returns ``adam<float>`` for ``void torchopt_ext::(anonymous namespace)::adam<float>()``."""
+    """Returns ``norm<8>`` for ``void torchopt_ext::(anonymous namespace)::norm<8>()``."""
     name = re.sub(r"\(anonymous namespace\)::|_INTERNAL_\w+::|torchopt_ext::|^void ", "", demangled)
     depth = 0
     for i, character in enumerate(name):
@@ -63,22 +62,6 @@ def short_name(demangled: str) -> str:
             return name[:i]
         depth += {"<": 1, ">": -1}.get(character, 0)
     return name
-
-
-def enumerators(sources: Iterable[str]) -> dict[str, str]:
-    """Maps ``(Kind)1``, as in demangled names, to ``kB`` of ``enum class Kind { kA, kB };``."""
-    names: dict[str, str] = {}
-    for source in sources:
-        code = re.sub(r"//.*", "", source)
-        for enum, body in re.findall(r"enum class (\w+)[^{;]*\{([^}=]*)\}", code):
-            listed = [name.strip() for name in body.split(",") if name.strip()]
-            names |= {f"({enum}){value}": name for value, name in enumerate(listed)}
-    return names
-
-
-def with_names(kernel: str, names: dict[str, str]) -> str:
-    """Returns ``adam_kernel<kB>`` for ``adam_kernel<(Kind)1>``."""
-    return re.sub(r"\(\w+\)\d+", lambda found: names.get(found[0], found[0]), kernel)
 
 
 def read_resources(report: str, arch: str) -> dict[str, Kernel]:
@@ -227,9 +210,6 @@ def main(build: str) -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(path, arch) for path in objects for arch in ARCHITECTURES]
         kernels = [kernel for found in pool.map(kernels_in, jobs) for kernel in found]
-    names = enumerators(path.read_text() for path in (ROOT / "csrc").glob("*/*.h"))
-    for kernel in kernels:
-        kernel.name = with_names(kernel.name, names)
     kernels.sort(key=lambda kernel: (kernel.name, ARCHITECTURES.index(kernel.arch)))
     print(table(kernels))
     found = problems(kernels, tomllib.loads(Path(__file__).with_name("sass.toml").read_text()))

@@ -84,7 +84,7 @@ Hyper hyper_of(const FusedAdamWOptions& options) {
   hyper.value[Adam::kBeta2] = beta2;
   hyper.value[Adam::kEps] = options.eps();
   hyper.value[Adam::kBiasCorrection] = 1.0;
-  check_hyper(Algorithm::kAdam, hyper);
+  check_hyper(kNumberOf<Adam>, hyper);
   return hyper;
 }
 
@@ -251,7 +251,7 @@ void PlannedStep::step(const Groups& groups, State& state, double max_grad_norm,
   const at::NoGradGuard no_grad;
   std::vector<GroupHyper> hypers;
   for (const OptimizerParamGroup& group : groups) {
-    hypers.push_back({Algorithm::kAdam, hyper_of(options_of(group)), {}});
+    hypers.push_back({kNumberOf<Adam>, hyper_of(options_of(group)), {}});
   }
   // A gradient must not outlive the step, even if the step raises.
   const auto releasing = c10::make_scope_exit([this] {

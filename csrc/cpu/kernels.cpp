@@ -4,8 +4,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpu/adam_loop.h"
-#include "cpu/adam_traced.h"
+#include "cpu/update_loop.h"
+#include "cpu/traced.h"
 #include "cpu/block_sums.h"
 #include "cpu/digest.h"
 #include "cpu/exact_squares.h"
@@ -136,7 +136,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kNumbers...>) {
   return {
       .name = kName,
       .update = {update<Kind{kNumbers}>...},
-      .traced = adam_traced,
+      .traced = traced_update,
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
                       add_squares<Float16>},

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "cpu/adam_loop.h"
+#include "cpu/update_loop.h"
 #include "kernels/quantize.h"
 
 namespace torchopt_ext {

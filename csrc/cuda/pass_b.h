@@ -1,8 +1,8 @@
 // Pass B of any kind as the body of a CUDA kernel.
 #pragma once
 
-#include "cuda/adam.h"
-#include "cuda/adam_quantized.h"
+#include "cuda/update.h"
+#include "cuda/update_quantized.h"
 
 namespace torchopt_ext {
 namespace {

@@ -13,7 +13,7 @@
 #include <array>
 
 #include "cpu/float_mode.h"
-#include "cuda/adam_traced.h"
+#include "cuda/traced.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"

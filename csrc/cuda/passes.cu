@@ -1,4 +1,4 @@
-// The kernels of every pass except pass B (adam.cu, adam_traced.cu), and their launchers.
+// The kernels of every pass except pass B (pass_b.cu, traced.cu), and their launchers.
 #include <algorithm>
 
 #include "cuda/control.h"

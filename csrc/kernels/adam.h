@@ -20,7 +20,6 @@ TORCHOPT_HD inline double pow_by_squaring(double base, int64_t exponent) {
 }
 
 struct Adam {
-  static constexpr Algorithm kId = Algorithm::kAdam;
   static constexpr const char* kName = "adam";
   static constexpr const char* kOperator = "adam_";
 

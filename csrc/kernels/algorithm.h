@@ -8,8 +8,7 @@
 
 namespace torchopt_ext {
 
-enum class Algorithm : int32_t { kAdam, kLion, kSgd };
-inline constexpr int kAlgorithms = 3;
+enum class Algorithm : int32_t {};  // the number in the list of algorithms.h
 
 // The values that a hyperparameter may have. A NaN is out of every range.
 enum class Range : int32_t {
@@ -76,7 +75,7 @@ struct KindTraits {
   int width = 8;
   int blocks = 3;
   int traced_blocks = 2;
-  Algorithm algorithm = Algorithm::kAdam;
+  Algorithm algorithm{};
 };
 
 // An update's scalars, rounded once to the compute type T. The algorithm names its own.

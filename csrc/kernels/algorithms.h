@@ -1,4 +1,4 @@
-// The list of algorithms.
+// The list of algorithms. An Algorithm is a position in it.
 #pragma once
 
 #include <span>
@@ -11,7 +11,17 @@
 namespace torchopt_ext {
 namespace {
 
-using Algorithms = std::tuple<Adam, Lion, Sgd>;  // in the order of Algorithm
+using Algorithms = std::tuple<Adam, Lion, Sgd>;
+constexpr int kAlgorithms = std::tuple_size_v<Algorithms>;
+
+template <class A, class... As>
+constexpr Algorithm number_among(std::tuple<As...>* /*all*/) {
+  int32_t number = 0;
+  static_cast<void>(((std::is_same_v<A, As> || (++number, false)) || ...));
+  return Algorithm{number};
+}
+template <class A>
+constexpr Algorithm kNumberOf = number_among<A>(static_cast<Algorithms*>(nullptr));
 
 // Calls f(A{}) for every algorithm A.
 template <class F>
@@ -23,7 +33,7 @@ constexpr void for_each_algorithm(const F& f) {
 template <class F>
 constexpr void with_algorithm(Algorithm algorithm, const F& f) {
   for_each_algorithm([&](auto a) {
-    if (decltype(a)::kId == algorithm) {
+    if (kNumberOf<decltype(a)> == algorithm) {
       f(a);
     }
   });
@@ -49,7 +59,7 @@ template <class T, class... As>
 TORCHOPT_HD inline Scalars<T> scalars_among(std::tuple<As...>* /*all*/, Algorithm algorithm,
                                             const Hyper& hyper, int64_t step, double grad_factor) {
   Scalars<T> scalars{};
-  (void)((As::kId == algorithm &&
+  (void)((kNumberOf<As> == algorithm &&
           (scalars = As::template scalars<T>(hyper, step, grad_factor), true)) ||
          ...);
   return scalars;

@@ -23,7 +23,7 @@ constexpr std::array<KindTraits, kKinds> kKindTraits = [] {
   for_each_algorithm([&](auto algorithm) {
     for (const KindTraits& traits : decltype(algorithm)::kKinds) {
       all[n] = traits;
-      all[n++].algorithm = decltype(algorithm)::kId;
+      all[n++].algorithm = kNumberOf<decltype(algorithm)>;
     }
   });
   return all;

@@ -7,7 +7,6 @@ namespace torchopt_ext {
 namespace {
 
 struct Lion {
-  static constexpr Algorithm kId = Algorithm::kLion;
   static constexpr const char* kName = "lion";
   static constexpr const char* kOperator = "lion_";
 

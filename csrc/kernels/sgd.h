@@ -8,7 +8,6 @@ namespace torchopt_ext {
 namespace {
 
 struct Sgd {
-  static constexpr Algorithm kId = Algorithm::kSgd;
   static constexpr const char* kName = "sgd";
   static constexpr const char* kOperator = "sgd_";
 

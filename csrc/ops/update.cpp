@@ -1,4 +1,4 @@
-// adam_, lion_, sgd_: pass B. One step of an algorithm over lists of tensors. Lists of optional
+// adam_, lion_, sgd_ and so on for every algorithm: pass B. One step of an algorithm over lists of tensors. Lists of optional
 // states are empty without the state. Reads grad_factor, lr_factor and skip from the control block.
 // Does not write gradients. Overload tensor_lr: the same with the learning rate in a one-element
 // tensor, on the CPU or the parameters' device.
@@ -81,7 +81,7 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     ++i;
   }
-  update_(A::kId, lists, control, hyper, lr);
+  update_(kNumberOf<A>, lists, control, hyper, lr);
   torch::jit::drop(*stack, n);
 }
 
@@ -115,9 +115,13 @@ struct UpdateOperator {
                      torch::CppFunction::makeFromBoxedFunction<&boxed<A>>()};
 };
 
-const UpdateOperator<Adam> kAdam;
-const UpdateOperator<Lion> kLion;
-const UpdateOperator<Sgd> kSgd;
+template <class List>
+struct UpdateOperators;
+template <class... As>
+struct UpdateOperators<std::tuple<As...>> {
+  std::tuple<UpdateOperator<As>...> all;
+};
+const UpdateOperators<Algorithms> kOperators;
 
 }  // namespace
 }  // namespace torchopt_ext

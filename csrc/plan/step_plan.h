@@ -45,7 +45,7 @@ class StepPlan {
 
   struct Entry {
     Tensors tensors;
-    Algorithm algorithm = Algorithm::kAdam;
+    Algorithm algorithm{};
     bool copied = false;  // kMaster is the parameter, kParam its copy (weight_copy.h)
     int32_t group = 0;    // index into update()'s hyperparameters
     std::string name;     // for messages; may be empty

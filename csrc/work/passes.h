@@ -13,7 +13,7 @@ namespace torchopt_ext {
 
 // A param group's arguments. A learning rate held in a tensor, if defined, replaces the number.
 struct GroupHyper {
-  Algorithm algorithm = Algorithm::kAdam;
+  Algorithm algorithm{};
   Hyper hyper{};
   at::Tensor lr;
 };

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cpu/kernel_table.h"
-#include "cuda/adam_traced.h"
+#include "cuda/traced.h"
 #include "host_cta.h"
 #include "kernels/trace.h"
 #include "support.h"
@@ -18,7 +18,7 @@ namespace torchopt_ext {
 // The settings of one tested step.
 struct Case {
   Layout layout{};
-  Algorithm algorithm = Algorithm::kAdam;
+  Algorithm algorithm = kNumberOf<Adam>;
   StepOptions options{};
   int64_t rows = 1;
   int64_t row_length = 1;
@@ -28,14 +28,19 @@ struct Case {
   std::array<int64_t, kArrays> offsets{};
 };
 
-// The states that a step of the algorithm always has.
-inline uint32_t required_states(Algorithm algorithm) {
+// The states for which `has` is true, as bits.
+template <class Has>
+uint32_t states_that(Algorithm algorithm, const Has& has) {
   uint32_t states = 0;
-  const auto declared = declaration_of(algorithm).states;
-  for (size_t k = 0; k < declared.size(); ++k) {
-    states |= declared[k].when == nullptr ? 1u << k : 0;
+  uint32_t bit = 1;
+  for (const StateSpec& state : declaration_of(algorithm).states) {
+    states |= has(state) ? bit : 0;
+    bit *= 2;
   }
   return states;
+}
+inline uint32_t required_states(Algorithm algorithm) {
+  return states_that(algorithm, [](const StateSpec& state) { return state.when == nullptr; });
 }
 
 inline std::string describe(const Case& c) {
@@ -175,15 +180,16 @@ class Tensor {
 };
 
 struct Group {
-  Algorithm algorithm = Algorithm::kAdam;
+  Algorithm algorithm = kNumberOf<Adam>;
   Hyper hyper{};
 };
 
-inline Group hyper_of(int variant, Algorithm algorithm = Algorithm::kAdam) {
+inline Group hyper_of(int variant, Algorithm algorithm = kNumberOf<Adam>) {
   Group group{.algorithm = algorithm};
   double* value = group.hyper.value;
   for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
-    *value++ = spec.usual;
+    const auto i = value - group.hyper.value;  // a beta is also below 0.5, where averages differ
+    *value++ = spec.range == Range::kBelowOne && variant % (i - kCommonHypers + 2) == 0 ? 0.3 : spec.usual;
   }
   value = group.hyper.value;
   value[kLr] = 1e-2;
@@ -194,13 +200,10 @@ inline Group hyper_of(int variant, Algorithm algorithm = Algorithm::kAdam) {
     value[kCautious] = variant % 3 == 1 ? 1.0 : 0.0;
     value[kPeakLr] = variant % 4 == 2 ? 0.03 : 0.0;
   }
-  if (algorithm == Algorithm::kSgd) {
+  if (algorithm == kNumberOf<Sgd>) {
     value[Sgd::kMomentum] = 0.9;
     value[Sgd::kNesterov] = variant % 2 == 0 ? 1.0 : 0.0;
     value[Sgd::kDampening] = variant % 2 == 0 ? 0.0 : 0.3;
-  } else {
-    value[Adam::kBeta1] = variant % 2 == 0 ? 0.9 : 0.3;
-    value[Adam::kBeta2] = variant % 3 == 0 ? 0.3 : 0.999;
   }
   return group;
 }

@@ -93,7 +93,7 @@ inline TensorWork work_of(Layout layout, void* param, void* master = nullptr) {
   TensorWork work{};
   work.layout = layout;
   work.layout.states = Adam::kMoments;
-  work.kind = kind_of(Algorithm::kAdam, work.layout, {}, /*whole_groups=*/true);
+  work.kind = kind_of(kNumberOf<Adam>, work.layout, {}, /*whole_groups=*/true);
   work.memory[kParam] = param;
   work.memory[kMaster] = master;
   return work;

@@ -1,4 +1,4 @@
-#include "cuda/adam_traced.h"
+#include "cuda/traced.h"
 
 namespace torchopt_ext {
 namespace {

@@ -2,7 +2,7 @@
 // group of elements and keep its moments in registers until the group's scales are known.
 #pragma once
 
-#include "cuda/adam.h"
+#include "cuda/update.h"
 #include "kernels/quantized_adam.h"
 
 namespace torchopt_ext {

@@ -17,7 +17,7 @@ inline int64_t end_of_tile(const TensorWork& work, int64_t begin, int64_t end, i
   return end - i < kTileElements ? end : i + kTileElements;
 }
 
-inline ChunkTrace adam_traced(const KernelTable& table, const TensorScalars& scalars,
+inline ChunkTrace traced_update(const KernelTable& table, const TensorScalars& scalars,
                               const TensorWork& work, const StepOptions& options, int64_t begin,
                               int64_t end) {
   ChunkTrace trace{};
