@@ -4,13 +4,13 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpu/update_loop.h"
-#include "cpu/traced.h"
 #include "cpu/block_sums.h"
 #include "cpu/digest.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
 #include "cpu/quantized_loop.h"
+#include "cpu/traced.h"
+#include "cpu/update_loop.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
 #include "cpu/lane_avx512.h"

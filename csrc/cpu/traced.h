@@ -18,8 +18,8 @@ inline int64_t end_of_tile(const TensorWork& work, int64_t begin, int64_t end, i
 }
 
 inline ChunkTrace traced_update(const KernelTable& table, const TensorScalars& scalars,
-                              const TensorWork& work, const StepOptions& options, int64_t begin,
-                              int64_t end) {
+                                const TensorWork& work, const StepOptions& options, int64_t begin,
+                                int64_t end) {
   ChunkTrace trace{};
   const auto sum_of_squares = [&](DType dtype, const void* x, int64_t n) {
     return table.block_sum[static_cast<int>(dtype)](x, n);

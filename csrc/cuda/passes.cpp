@@ -13,12 +13,12 @@
 #include <array>
 
 #include "cpu/float_mode.h"
-#include "cuda/traced.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
 #include "cuda/digest.h"
 #include "cuda/norm.h"
+#include "cuda/traced.h"
 
 namespace torchopt_ext::cuda {
 namespace {

@@ -1,7 +1,7 @@
-// adam_, lion_, sgd_ and so on for every algorithm: pass B. One step of an algorithm over lists of tensors. Lists of optional
-// states are empty without the state. Reads grad_factor, lr_factor and skip from the control block.
-// Does not write gradients. Overload tensor_lr: the same with the learning rate in a one-element
-// tensor, on the CPU or the parameters' device.
+// Pass B: adam_, lion_, sgd_, one operator for each algorithm of kernels/algorithms.h. One step
+// over lists of tensors. Lists of optional states are empty without the state. Reads grad_factor,
+// lr_factor and skip from the control block. Does not write gradients. Overload tensor_lr: the same
+// with the learning rate in a one-element tensor, on the CPU or the parameters' device.
 #include <sstream>
 
 #include "kernels/algorithms.h"

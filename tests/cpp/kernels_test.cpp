@@ -253,8 +253,7 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   args.steps = steps;
   args.control = &control;
   static Gradients gradients{1, 3, {&gradient, &gradient, nullptr}};
-  static ParamGroups groups{
-      1, 1, {{kNumberOf<Adam>, hyper_of(1).hyper, nullptr, DType::kFloat64}}};
+  static ParamGroups groups{1, 1, {{kNumberOf<Adam>, hyper_of(1).hyper, nullptr, DType::kFloat64}}};
   for (int i = 0; i < kUpdateThreads; ++i) {
     prepare_body(i, args, gradients, groups);
   }

@@ -11,12 +11,12 @@
 
 #include "../host_cta.h"
 #include "cpu/float_mode.h"
-#include "cuda/traced.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
 #include "cuda/digest.h"
 #include "cuda/norm.h"
+#include "cuda/traced.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
