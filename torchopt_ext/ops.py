@@ -296,7 +296,7 @@ def partition_balanced(
     Raises:
         ValueError: a row length does not divide its tensor's elements; the message says which.
     """
-    buckets, starts, lengths, cuts = _ops.partition_balanced.default(
+    buckets, starts, lengths, cuts = _C.partition_balanced(
         numels, row_lengths, world_size, bucket_elements, alignment
     )
     cut = [cuts[i : i + world_size + 1] for i in range(0, len(cuts), world_size + 1)]

@@ -19,7 +19,8 @@ void check_initial_options(const FusedAdamWOptions& options) {
   TORCH_CHECK_VALUE(hyper_of(options)[kLr] >= 0.0, "Invalid learning rate: ", options.lr());
 }
 
-// Calls visit(name, option) for every option: option(options) is a reference to it.
+// Calls visit(name, option) for every option: option(options) is a reference to it. Archives of
+// libtorch's Adam and AdamW lack the last two.
 template <class Visit>
 void for_each_option(const Visit& visit) {
   visit("lr", [](auto& o) -> auto& { return o.lr(); });
@@ -46,21 +47,17 @@ std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptio
   return options;
 }
 
-// The archive keeps its own tensors.
+// Returns whether the archive has the value, and copies it: the archive keeps its own tensors.
 template <class T>
-bool read_if_there(InputArchive& archive, const char* name, T& value) {
+bool read(InputArchive& archive, const std::string& name, T& value, bool may_lack = false) {
   c10::IValue found;
   const bool there = archive.try_read(name, found);
+  TORCH_CHECK(there || may_lack, "the archive has no ", name,
+              ", expected that of an Adam or AdamW optimizer");
   if (there) {
     value = found.deepcopy().to<T>();
   }
   return there;
-}
-
-template <class T>
-void read(InputArchive& archive, const char* name, T& value) {
-  TORCH_CHECK(read_if_there(archive, name, value), "the archive has no ", name,
-              ", expected that of an Adam or AdamW optimizer");
 }
 
 // Returns the names by parameter. Raises if a parameter is listed twice.
@@ -86,13 +83,13 @@ void FusedAdamWOptions::serialize(OutputArchive& archive) const {
 }
 
 void FusedAdamWOptions::serialize(InputArchive& archive) {
-  read(archive, "lr", lr_);
-  read(archive, "betas", betas_);
-  read(archive, "eps", eps_);
-  read(archive, "weight_decay", weight_decay_);
-  read(archive, "amsgrad", amsgrad_);
-  lacks_maximize_ = !read_if_there(archive, "maximize", maximize_);
-  lacks_decoupled_ = !read_if_there(archive, "decoupled_weight_decay", decoupled_weight_decay_);
+  lacking_.clear();
+  for_each_option([&](const std::string& name, const auto& option) {
+    const bool may_lack = name == "maximize" || name == "decoupled_weight_decay";
+    if (!read(archive, name, option(*this), may_lack)) {
+      lacking_.push_back(name);
+    }
+  });
 }
 
 bool FusedAdamWOptions::operator==(const FusedAdamWOptions& other) const {
@@ -107,11 +104,9 @@ void FusedAdamWOptions::set_lr(double lr) { lr_ = lr; }
 
 void FusedAdamWParamState::serialize(OutputArchive& archive) const {
   archive.write("step", c10::IValue(static_cast<int64_t>(step().item<float>())));
-  archive.write("exp_avg", c10::IValue(exp_avg()));
-  archive.write("exp_avg_sq", c10::IValue(exp_avg_sq()));
-  if (max_exp_avg_sq().defined()) {
-    archive.write("max_exp_avg_sq", c10::IValue(max_exp_avg_sq()));
-  }
+  for_each_moment(*this, max_exp_avg_sq().defined(), [&](int k, const at::Tensor& moment) {
+    archive.write(Adam::kStates[k].name, c10::IValue(moment));
+  });
 }
 
 void FusedAdamWParamState::serialize(InputArchive& archive) {
@@ -120,9 +115,9 @@ void FusedAdamWParamState::serialize(InputArchive& archive) {
   TORCH_CHECK(steps >= 0 && steps < int64_t{1} << 62, "step is ", steps,
               ", expected a count of steps");
   step_ = torch::scalar_tensor(static_cast<double>(steps), at::kFloat);
-  read(archive, "exp_avg", exp_avg_);
-  read(archive, "exp_avg_sq", exp_avg_sq_);
-  read_if_there(archive, "max_exp_avg_sq", max_exp_avg_sq_);
+  for_each_moment(*this, /*with_max=*/true, [&](int k, at::Tensor& moment) {
+    read(archive, Adam::kStates[k].name, moment, /*may_lack=*/k == Adam::kMaxExpAvgSq);
+  });
 }
 
 FusedAdamW::FusedAdamW(const ParamGroups& param_groups, const FusedAdamWOptions& defaults)
@@ -220,12 +215,12 @@ void FusedAdamW::load(InputArchive& archive) {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const FusedAdamWOptions& own = options_of(param_groups_[g]);
     FusedAdamWOptions& next = options.emplace_back(options_of(loaded.param_groups_[g]));
-    if (std::exchange(next.lacks_maximize_, false)) {
-      next.maximize(own.maximize());
-    }
-    if (std::exchange(next.lacks_decoupled_, false)) {
-      next.decoupled_weight_decay(own.decoupled_weight_decay());
-    }
+    const auto lacking = std::exchange(next.lacking_, {});
+    for_each_option([&](const char* name, const auto& option) {
+      if (std::ranges::find(lacking, name) != lacking.end()) {
+        option(next) = option(own);
+      }
+    });
   }
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     // In place, as libtorch does: the program may hold references to the options.

@@ -109,13 +109,12 @@ void PlannedStep::fit(FusedAdamWParamState& own, bool amsgrad, size_t number,
   TORCH_CHECK(own.step().defined() && own.exp_avg().defined() && own.exp_avg_sq().defined(),
               "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
   own.step(own.step().to(param.device(), at::kFloat).reshape({}));
-  own.exp_avg(like_new_moment(own.exp_avg(), "exp_avg", param, param_what));
-  own.exp_avg_sq(like_new_moment(own.exp_avg_sq(), "exp_avg_sq", param, param_what));
-  if (own.max_exp_avg_sq().defined()) {
-    own.max_exp_avg_sq(like_new_moment(own.max_exp_avg_sq(), "max_exp_avg_sq", param, param_what));
-  } else if (amsgrad) {
-    own.max_exp_avg_sq(at::zeros_like(own.exp_avg_sq()));
+  if (amsgrad && !own.max_exp_avg_sq().defined()) {
+    own.max_exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));
   }
+  for_each_moment(own, own.max_exp_avg_sq().defined(), [&](int k, at::Tensor& moment) {
+    moment = like_new_moment(moment, Adam::kStates[k].name, param, param_what);
+  });
 }
 
 // Makes the state of parameters with a first gradient, and lists them in `begun`. Plans the
@@ -142,8 +141,9 @@ void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tens
     for (size_t i = 0; i < begun.size(); ++i) {
       auto own = std::make_unique<FusedAdamWParamState>();
       own->step(steps[static_cast<int64_t>(i)]);
-      own->exp_avg(at::zeros_like(begun[i], at::MemoryFormat::Preserve));
-      own->exp_avg_sq(at::zeros_like(begun[i], at::MemoryFormat::Preserve));
+      for_each_moment(*own, /*with_max=*/false, [&](int, at::Tensor& moment) {
+        moment = at::zeros_like(begun[i], at::MemoryFormat::Preserve);
+      });
       state[begun[i].unsafeGetTensorImpl()] = std::move(own);
     }
   }
@@ -159,12 +159,10 @@ void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tens
     fit(*own, amsgrad, number, param);
     StepPlan::Entry entry;
     entry.tensors[kParam] = param;
-    entry.tensors[state_array(Adam::kExpAvg)] = own->exp_avg();
-    entry.tensors[state_array(Adam::kExpAvgSq)] = own->exp_avg_sq();
+    for_each_moment(*own, amsgrad, [&](int k, const at::Tensor& moment) {
+      entry.tensors[state_array(k)] = moment;
+    });
     entry.tensors[kStep] = own->step();
-    if (amsgrad) {
-      entry.tensors[state_array(Adam::kMaxExpAvgSq)] = own->max_exp_avg_sq();
-    }
     entry.group = static_cast<int32_t>(g);
     if (const std::string* name = what(number, param).name) {
       entry.name = *name;
@@ -200,12 +198,10 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
       return nullptr;  // no tensors: differs from what is known
     }
     tensors[kParam] = param.unsafeGetTensorImpl();
-    tensors[state_array(Adam::kExpAvg)] = own->exp_avg().unsafeGetTensorImpl();
-    tensors[state_array(Adam::kExpAvgSq)] = own->exp_avg_sq().unsafeGetTensorImpl();
+    for_each_moment(*own, amsgrad[slots_[i].group], [&](int k, const at::Tensor& moment) {
+      tensors[state_array(k)] = moment.unsafeGetTensorImpl();
+    });
     tensors[kStep] = own->step().unsafeGetTensorImpl();
-    if (amsgrad[slots_[i].group]) {
-      tensors[state_array(Adam::kMaxExpAvgSq)] = own->max_exp_avg_sq().unsafeGetTensorImpl();
-    }
     return &param.unsafeGetTensorImpl()->grad();
   };
   if (!plan_->collect(read)) {

@@ -60,6 +60,16 @@ class PlannedStep {
   bool norm_was_measured_ = false;
 };
 
+// Calls visit(k, moment) for a state's moments by their numbers in Adam::kStates.
+template <class State, class Visit>
+void for_each_moment(State& own, bool with_max, const Visit& visit) {
+  visit(Adam::kExpAvg, own.exp_avg());
+  visit(Adam::kExpAvgSq, own.exp_avg_sq());
+  if (with_max) {
+    visit(Adam::kMaxExpAvgSq, own.max_exp_avg_sq());
+  }
+}
+
 // Returns a group's options. Raises if the options belong to another optimizer class.
 const FusedAdamWOptions& options_of(const torch::optim::OptimizerParamGroup& group);
 

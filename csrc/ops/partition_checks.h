@@ -1,7 +1,7 @@
 // Checks of the partition operators' common arguments, and the default of one.
 #pragma once
 
-#include <ATen/core/ATen_fwd.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>

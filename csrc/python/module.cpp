@@ -2,6 +2,7 @@
 // (torchopt_ext/_C.pyi has the types). Importing the module registers the operators.
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torchopt_ext/partition.h>
 
 #include <algorithm>
 #include <array>
@@ -134,6 +135,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return names;
   }();
   m.def("default_bucket_elements", default_bucket_elements, py::arg("world_size"));
+  m.def(
+      "partition_balanced",
+      [](const std::vector<int64_t>& numels, const std::vector<int64_t>& row_lengths,
+         int64_t world_size, std::optional<int64_t> bucket_elements, int64_t alignment) {
+        const auto [buckets, starts, lengths, cuts] =
+            partition_balanced(numels, row_lengths, world_size, bucket_elements, alignment);
+        return std::tuple(buckets, starts, lengths, cuts);
+      },
+      py::arg("numels"), py::arg("row_lengths"), py::arg("world_size"), py::arg("bucket_elements"),
+      py::arg("alignment"));
   m.def("algorithms", algorithms);
   m.def(
       "check_hypers",

@@ -17,49 +17,44 @@ namespace {
 
 namespace py = pybind11;
 
-// Returns a message with `value` as Python prints it and what was expected.
-std::string mismatch(const char* name, py::handle value, const char* expected) {
-  return std::string(name) + " is " + py::repr(value).cast<std::string>().substr(0, 200) +
-         ", expected " + expected;
+// By algorithm: its hyperparameters' keys in a param group, interned and never freed.
+const std::vector<std::vector<PyObject*>> kKeys = [] {
+  std::vector<std::vector<PyObject*>> all;
+  for_each_algorithm([&](auto a) {
+    std::vector<PyObject*>& keys = all.emplace_back();
+    for (const HyperSpec& spec : decltype(a)::kHypers) {
+      keys.push_back(PyUnicode_InternFromString(spec.key != nullptr ? spec.key : spec.name));
+    }
+  });
+  return all;
+}();
+
+// Raises TypeError with the value as Python prints it and what was expected.
+[[noreturn]] void raise_mismatch(const std::string& name, py::handle value, const char* expected) {
+  throw py::type_error(name + " is " + py::repr(value).cast<std::string>().substr(0, 200) +
+                       ", expected " + expected);
 }
 
 // Called before a value's own Python code.
 using BeforePython = c10::function_ref<void()>;
 
-// Converts a value as Python's float(), but raises for a string.
-double number(const char* name, py::handle value, BeforePython before) {
-  if (!PyFloat_CheckExact(value.ptr()) && !PyLong_CheckExact(value.ptr())) {
+// Converts a hyperparameter as Python's float() or bool(), but raises for a string, as "no" would
+// be true.
+double number(const HyperSpec& spec, py::handle value, BeforePython before) {
+  PyObject* const object = value.ptr();
+  if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object) && !PyBool_Check(object)) {
     before();
+  }
+  if (spec.range == Range::kFlag && PyUnicode_Check(object) == 0) {
+    return static_cast<double>(py::bool_(py::reinterpret_borrow<py::object>(value)));
   }
   try {
     return value.cast<double>();
   } catch (const py::cast_error&) {
-    throw py::type_error(mismatch(name, value, "a number"));
+    raise_mismatch(
+        spec.index < 0 ? spec.name : std::string(spec.key) + "[" + std::to_string(spec.index) + "]",
+        value, spec.range == Range::kFlag ? "a bool" : "a number");
   }
-}
-
-// Whether a value is true. Raises for a string, as "no" would be true.
-bool flag(const char* name, const py::object& value, BeforePython before) {
-  if (!PyBool_Check(value.ptr())) {
-    before();
-  }
-  if (PyUnicode_Check(value.ptr()) != 0) {
-    throw py::type_error(mismatch(name, value, "a bool"));
-  }
-  return py::bool_(value);
-}
-
-// Returns the value of a hyperparameter in a group. Raises if it is missing.
-py::object value_in(py::handle group, const HyperSpec& spec) {
-  const char* key = spec.key != nullptr ? spec.key : spec.name;
-  PyObject* found = PyDict_GetItemString(group.ptr(), key);
-  if (found == nullptr) {
-    if (spec.may_lack) {
-      return py::float_(spec.usual);
-    }
-    throw py::key_error(key);
-  }
-  return py::reinterpret_borrow<py::object>(found);
 }
 
 // Reads a param group's hyperparameters. Raises if one is missing, of another type or out of range,
@@ -67,17 +62,22 @@ py::object value_in(py::handle group, const HyperSpec& spec) {
 GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
                       BeforePython before) {
   GroupHyper read{.algorithm = algorithm, .hyper = {}, .lr = {}};
-  double* to = read.hyper.value;
   const auto hypers = declaration_of(algorithm).hypers;
-  for (const HyperSpec& spec : hypers) {
-    double& number_to = *to++;
-    if (!spec.in_operator) {
+  const std::vector<PyObject*>& keys = kKeys[static_cast<size_t>(algorithm)];
+  for (size_t i = 0; i < hypers.size(); ++i) {
+    const HyperSpec& spec = hypers[i];
+    PyObject* const found = PyDict_GetItem(group.ptr(), keys[i]);
+    if (!spec.in_operator || (found == nullptr && spec.may_lack)) {
+      read.hyper.value[i] = spec.in_operator ? spec.usual : 0.0;
       continue;
     }
-    py::object value = value_in(group, spec);
-    if (&spec == &hypers[kLr] && THPVariable_Check(value.ptr())) {
+    if (found == nullptr) {
+      throw py::key_error(PyUnicode_AsUTF8(keys[i]));
+    }
+    auto value = py::reinterpret_borrow<py::object>(found);
+    if (i == kLr && THPVariable_Check(found)) {
       before();
-      read.lr = THPVariable_Unpack(value.ptr());
+      read.lr = THPVariable_Unpack(found);
       if (c10::isReducedFloatingType(read.lr.scalar_type()) ||
           c10::isIntegralType(read.lr.scalar_type(), /*includeBool=*/false)) {
         read.lr = read.lr.to(at::kFloat);
@@ -85,22 +85,19 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
       check_lr(read.lr, device);
       continue;
     }
-    if (&spec == &hypers[kPeakLr] && PyBool_Check(value.ptr()) != 0) {
-      throw py::type_error(mismatch(spec.name, value, "a learning rate"));
+    if (i == kPeakLr && PyBool_Check(found) != 0) {
+      raise_mismatch(spec.name, value, "a learning rate");
     }
-    std::string name = spec.name;
     if (spec.index >= 0) {
-      if (!PyTuple_CheckExact(value.ptr()) && !PyList_CheckExact(value.ptr())) {
+      if (!PyTuple_CheckExact(found) && !PyList_CheckExact(found)) {
         before();
       }
-      if (PySequence_Check(value.ptr()) == 0 || py::len(value) != 2) {
-        throw py::type_error(mismatch(spec.key, value, "two numbers"));
+      if (PySequence_Check(found) == 0 || py::len(value) != 2) {
+        raise_mismatch(spec.key, value, "two numbers");
       }
       value = value[py::int_(spec.index)];
-      name = std::string(spec.key) + "[" + std::to_string(spec.index) + "]";
     }
-    number_to = spec.range == Range::kFlag ? static_cast<double>(flag(spec.name, value, before))
-                                           : number(name.c_str(), value, before);
+    read.hyper.value[i] = number(spec, value, before);
   }
   check_hyper(algorithm, read.hyper);
   return read;

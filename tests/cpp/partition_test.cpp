@@ -1,11 +1,12 @@
-// Tests balanced cuts of small buckets, and greedy loads up to the largest int64_t, also for the
+// Tests shares of small buckets, and greedy loads up to the largest int64_t, also for the
 // sanitizers. The Python tests cover the contracts.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
+#include <torchopt_ext/partition.h>
 
 #include <limits>
 
-#include "ops/balanced_cuts.h"
+#include "kernels/block_rule.h"
 
 namespace torchopt_ext {
 namespace {
@@ -20,21 +21,16 @@ TEST(PartitionBalanced, SharesDifferByTwoBlocksAtMost) {
       for (const int64_t rows : kCountsOfRows) {
         const std::vector<int64_t> row_lengths{first, second, first};
         const std::vector<int64_t> numels{rows * first, second, first};
-        const int64_t target = int64_t{1} << 20;
-        const BalancedPartition layout = lay_out_buckets(numels, target, 64);
-        ASSERT_EQ(layout.lengths.size(), 1);
-        const CutPlaces places{layout.starts, numels, row_lengths, layout.lengths[0], 64};
         for (const int64_t world_size : kWorldSizes) {
-          const std::vector<int64_t> cuts = balanced_cuts(places, world_size);
+          const BalancedPartition plan = partition_balanced(numels, row_lengths, world_size);
+          const std::vector<int64_t>& cuts = plan.cuts;
+          ASSERT_EQ(plan.lengths.size(), 1);
           ASSERT_EQ(cuts.size(), world_size + 1);
           EXPECT_EQ(cuts.front(), 0);
-          EXPECT_EQ(cuts.back(), layout.lengths[0]);
-          int64_t least = layout.lengths[0];
+          EXPECT_EQ(cuts.back(), plan.lengths[0]);
+          int64_t least = plan.lengths[0];
           int64_t most = 0;
           for (size_t r = 1; r < cuts.size(); ++r) {
-            if (cuts[r] < layout.lengths[0]) {
-              EXPECT_EQ(places.nearest(cuts[r]), cuts[r]);
-            }
             least = std::min(least, cuts[r] - cuts[r - 1]);
             most = std::max(most, cuts[r] - cuts[r - 1]);
           }

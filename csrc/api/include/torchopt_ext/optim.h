@@ -37,9 +37,7 @@ struct FusedAdamWOptions : torch::optim::OptimizerCloneableOptions<FusedAdamWOpt
 
  private:
   friend class FusedAdamW;
-  // Whether the archive that the options come from lacks an option that libtorch's Adam lacks.
-  bool lacks_maximize_ = false;
-  bool lacks_decoupled_ = false;
+  std::vector<std::string> lacking_;  // options that the archive of the others lacks
 };
 
 // The state of a parameter. The step count is one float32 on the parameter's device. The moments
