@@ -54,8 +54,9 @@ class Kernel:
 
 
 def short_name(demangled: str) -> str:
-    """Returns ``norm<8>`` for ``void torchopt_ext::(anonymous namespace)::norm<8>()``."""
+    """Returns ``NormKernel<8>`` for ``void torchopt_ext::run<torchopt_ext::NormKernel<8> >(...)``."""
     name = re.sub(r"\(anonymous namespace\)::|_INTERNAL_\w+::|torchopt_ext::|^void ", "", demangled)
+    name = re.sub(r"^run<(.*?) ?>\(", r"\1(", name)
     depth = 0
     for i, character in enumerate(name):
         if character == "(" and depth == 0:

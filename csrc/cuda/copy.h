@@ -1,23 +1,13 @@
-// The scaled copy as the body of a CUDA kernel, a template over the block of threads (cta.h).
+// The scaled copy as a CUDA kernel.
 #pragma once
 
-#include "cuda/cta.h"
+#include "cuda/launch.h"
 #include "cuda/vector_lane.h"
 #include "kernels/control.h"
 #include "kernels/step.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {
-
-inline constexpr int kCopyThreads = 256;
-
-// Pointers are to device memory.
-struct CopyArgs {
-  const TensorWork* tensors;
-  const Chunk* chunks;  // one for each block
-  const Control* control;
-  bool unscale;
-};
 
 namespace {
 
@@ -45,24 +35,30 @@ TORCHOPT_HD inline void copy_chunk(const Cta& cta, const TensorWork& work, const
   });
 }
 
-template <class Cta>
-TORCHOPT_HD inline void copy_body(const Cta& cta, const CopyArgs& args) {
-  const Chunk chunk = args.chunks[cta.block];
-  const TensorWork& work = args.tensors[chunk.tensor];
-  const double factor = args.unscale ? args.control->grad_factor : 1.0;
-  if (args.control->skip != 0.0 ||
-      is_noop_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
-    return;
-  }
-  if (work.layout.param == DType::kFloat64) {
-    copy_chunk<double, 2>(cta, work, chunk, factor);
-  } else {
-    copy_chunk<float, 8>(cta, work, chunk, static_cast<float>(factor));
-  }
-}
-
 }  // namespace
 
-void launch_copy(const CopyArgs& args, int64_t chunk_count, CUstream_st* stream);
+// Pointers are to device memory.
+struct CopyKernel : KernelOf<256, 5> {
+  const TensorWork* tensors;
+  const Chunk* chunks;  // one for each block
+  const Control* control;
+  bool unscale;
+
+  template <class Cta>
+  TORCHOPT_HD void operator()(const Cta& cta) const {
+    const Chunk chunk = chunks[cta.block];
+    const TensorWork& work = tensors[chunk.tensor];
+    const double factor = unscale ? control->grad_factor : 1.0;
+    if (control->skip != 0.0 ||
+        is_noop_copy(work.memory[kParam], work.memory[kGrad], work.layout.param, factor)) {
+      return;
+    }
+    if (work.layout.param == DType::kFloat64) {
+      copy_chunk<double, 2>(cta, work, chunk, factor);
+    } else {
+      copy_chunk<float, 8>(cta, work, chunk, static_cast<float>(factor));
+    }
+  }
+};
 
 }  // namespace torchopt_ext

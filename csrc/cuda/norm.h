@@ -1,30 +1,16 @@
-// Pass A as a CUDA kernel's body, a template over the block of threads (cta.h). Block rule and
-// lanes are the CPU's (cpu/block_sums.h); only the assignment of elements to threads differs.
+// Pass A as a CUDA kernel. Block rule and lanes are the CPU's (cpu/block_sums.h); only the
+// assignment of elements to threads differs.
 #pragma once
 
 #include "cuda/accumulator.h"
 #include "cuda/gradients.h"
+#include "cuda/launch.h"
 #include "cuda/vector.h"
 #include "kernels/bins.h"
 #include "kernels/block_rule.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {
-
-inline constexpr int kNormThreads = 256;
-inline constexpr int kNormWarps = kNormThreads / kWarpThreads;
-
-// Tables in device memory.
-struct NormArgs {
-  const TensorWork* tensors;
-  const Chunk* chunks;  // of at most kBlockElements; a warp takes one chunk at a time
-  int64_t chunk_count;
-  int64_t* accumulator;  // the slots of an ExactAccumulator
-};
-
-// Each warp adds to an accumulator of its own.
-using NormShared = ExactAccumulator[kNormWarps];
-
 namespace {
 
 TORCHOPT_HD inline double square_of(uint64_t bits, DType) { return square(bit_cast<double>(bits)); }
@@ -245,61 +231,69 @@ TORCHOPT_HD inline void add_chunk(const Warp& warp, const TensorWork& work, cons
   }
 }
 
-// A block of threads sums chunks in shared memory, then adds the sum to the accumulator by integer
-// atomics, whose order does not matter. A warp adds at most two numbers for each element. A
-// block adds up eight warps. It would need carries in between from 2**27 elements per warp on, more
-// than any GPU's memory has.
-template <class Cta, int kTensors>
-TORCHOPT_HD inline void norm_body(const Cta& cta, NormShared& shared, const NormArgs& args,
-                                  const GradientsOf<kTensors>& gradients) {
-  cta.each_warp([&](int warp_index, const auto& warp) {
-    ExactAccumulator& acc = shared[warp_index];
-    WarpSlots<std::decay_t<decltype(warp)>> zeros{};
-    each_slot(warp, zeros, [&](int k, int64_t zero) { acc.limb[k] = zero; });
-    for (int64_t c = cta.block * kNormWarps + warp_index; c < args.chunk_count;
-         c += cta.blocks * kNormWarps) {
-      const Chunk chunk = args.chunks[c];
-      const TensorWork& work = args.tensors[chunk.tensor];
-      const void* const grad = gradients.memory[int64_t{chunk.tensor} - gradients.first];
-      if (grad == nullptr) {
-        continue;
-      }
-      switch (element_size(work.layout.grad)) {
-        case 2:
-          add_chunk<2>(warp, work, grad, chunk, acc);
-          break;
-        case 4:
-          add_chunk<4>(warp, work, grad, chunk, acc);
-          break;
-        default:
-          add_chunk<8>(warp, work, grad, chunk, acc);
-      }
-    }
-  });
-  cta.each_warp([&](int warp_index, const auto& warp) {
-    if (warp_index != 0) {
-      return;
-    }
-    WarpSlots<std::decay_t<decltype(warp)>> slots;
-    each_slot(warp, slots, [&](int k, int64_t& slot) {
-      slot = 0;
-      for (const ExactAccumulator& acc : shared) {
-        slot += acc.limb[k];
-      }
-    });
-    warp_normalize(warp, slots);
-    each_slot(warp, slots, [&](int k, int64_t slot) {
-      if (slot != 0) {
-        Cta::add(args.accumulator + k, slot);
-      }
-    });
-  });
-}
-
 }  // namespace
 
+// Pass A. A block of threads sums chunks in shared memory, each warp in an accumulator of its own,
+// then adds the sum to the accumulator by integer atomics, whose order does not matter. A warp adds
+// at most two numbers for each element. A block adds up eight warps. It would need carries in
+// between from 2**27 elements per warp on, more than any GPU's memory has. Three blocks have 48 KB
+// of loads in flight, twice what keeps memory busy.
 template <int kTensors>
-void launch_norm(const NormArgs& args, const GradientsOf<kTensors>& gradients, int multiprocessors,
-                 CUstream_st* stream);
+struct NormKernel : KernelOf<256, 3> {
+  static constexpr int kWarps = 256 / kWarpThreads;
+  using Shared = ExactAccumulator[kWarps];
+
+  GradientsOf<kTensors> gradients;
+  // Tables in device memory.
+  const TensorWork* tensors;
+  const Chunk* chunks;  // of at most kBlockElements; a warp takes one chunk at a time
+  int64_t chunk_count;
+  int64_t* accumulator;  // the slots of an ExactAccumulator
+
+  template <class Cta>
+  TORCHOPT_HD void operator()(const Cta& cta, Shared& shared) const {
+    cta.each_warp([&](int warp_index, const auto& warp) {
+      ExactAccumulator& acc = shared[warp_index];
+      WarpSlots<std::decay_t<decltype(warp)>> zeros{};
+      each_slot(warp, zeros, [&](int k, int64_t zero) { acc.limb[k] = zero; });
+      for (int64_t c = cta.block * kWarps + warp_index; c < chunk_count; c += cta.blocks * kWarps) {
+        const Chunk chunk = chunks[c];
+        const TensorWork& work = tensors[chunk.tensor];
+        const void* const grad = gradients.memory[int64_t{chunk.tensor} - gradients.first];
+        if (grad == nullptr) {
+          continue;
+        }
+        switch (element_size(work.layout.grad)) {
+          case 2:
+            add_chunk<2>(warp, work, grad, chunk, acc);
+            break;
+          case 4:
+            add_chunk<4>(warp, work, grad, chunk, acc);
+            break;
+          default:
+            add_chunk<8>(warp, work, grad, chunk, acc);
+        }
+      }
+    });
+    cta.each_warp([&](int warp_index, const auto& warp) {
+      if (warp_index != 0) {
+        return;
+      }
+      WarpSlots<std::decay_t<decltype(warp)>> slots;
+      each_slot(warp, slots, [&](int k, int64_t& slot) {
+        slot = 0;
+        for (const ExactAccumulator& acc : shared) {
+          slot += acc.limb[k];
+        }
+      });
+      warp_normalize(warp, slots);
+      each_slot(warp, slots, [&](int k, int64_t slot) {
+        if (slot != 0) {
+          Cta::add(accumulator + k, slot);
+        }
+      });
+    });
+  }
+};
 
 }  // namespace torchopt_ext

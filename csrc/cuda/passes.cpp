@@ -78,30 +78,40 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
   tables.chunks.upload(chunks, stream);
 }
 
-// Calls f(gradients) for each range of tensors.
-template <class Range, class F>
-void for_each_range_as(const WorkList& work, const F& f) {
+// Returns the number of blocks of which each does `each` of n.
+int64_t blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
+
+// Launches a kernel and checks that it was launched.
+template <class Kernel>
+void launch_checked(const Kernel& kernel, int64_t blocks, c10::cuda::CUDAStream stream) {
+  launch(kernel, blocks, stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Calls f(kernel) for each range of tensors, with kernel.gradients set to those of the range.
+template <class Kernel, class F>
+void for_each_range_of(const WorkList& work, const F& f) {
+  Kernel kernel;
+  constexpr int32_t kMost = decltype(kernel.gradients)::kMost;
   const auto n = static_cast<int32_t>(work.tensors.size());
-  Range gradients;
-  for (int32_t first = 0; first < n; first += Range::kMost) {
-    gradients.first = first;
-    gradients.count = std::min(Range::kMost, n - first);
+  for (int32_t first = 0; first < n; first += kMost) {
+    kernel.gradients.first = first;
+    kernel.gradients.count = std::min(kMost, n - first);
     const TensorWork* tensors = work.tensors.data() + first;
-    for (int32_t i = 0; i < gradients.count; ++i) {
-      gradients.memory[i] = tensors[i].memory[kGrad];
+    for (int32_t i = 0; i < kernel.gradients.count; ++i) {
+      kernel.gradients.memory[i] = tensors[i].memory[kGrad];
     }
-    f(gradients);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    f(kernel);
   }
 }
-template <class F>
+template <template <int> class Kernel, class F>
 void for_each_range(const WorkList& work, const F& f) {
   if (work.tensors.size() <= FewGradients::kMost) {
-    for_each_range_as<FewGradients>(work, f);
+    for_each_range_of<Kernel<FewGradients::kMost>>(work, f);
   } else if (work.tensors.size() <= SomeGradients::kMost) {
-    for_each_range_as<SomeGradients>(work, f);
+    for_each_range_of<Kernel<SomeGradients::kMost>>(work, f);
   } else {
-    for_each_range_as<Gradients>(work, f);
+    for_each_range_of<Kernel<Gradients::kMost>>(work, f);
   }
 }
 
@@ -118,20 +128,23 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
     }
     const int multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto* chunks = tables.norm_chunks.address<const Chunk>(stream);
-    for_each_range(work, [&](const auto& gradients) {
-      const auto range = static_cast<size_t>(gradients.first / Gradients::kMost);
+    for_each_range<NormKernel>(work, [&]<int kTensors>(NormKernel<kTensors>& kernel) {
+      const auto range = static_cast<size_t>(kernel.gradients.first / Gradients::kMost);
       const int64_t first = tables.first_norm_chunk[range];
-      const int64_t count = tables.first_norm_chunk[range + 1] - first;
-      if (count > 0) {
-        launch_norm(
-            {tables.tensors.address<const TensorWork>(stream), chunks + first, count, digits},
-            gradients, multiprocessors, stream);
+      kernel.tensors = tables.tensors.address<const TensorWork>(stream);
+      kernel.chunks = chunks + first;
+      kernel.chunk_count = tables.first_norm_chunk[range + 1] - first;
+      kernel.accumulator = digits;
+      if (kernel.chunk_count > 0) {
+        // At most as many blocks as the device runs at once, because each ends with atomics.
+        const int64_t most = int64_t{kernel.kBlocks} * multiprocessors;
+        launch_checked(kernel, std::min(blocks_for(kernel.chunk_count, kernel.kWarps), most),
+                       stream);
       }
     });
   }
   if (normalize) {
-    launch_normalize(digits, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_checked(NormalizeKernel{{}, digits}, 1, stream);
   }
 }
 
@@ -144,9 +157,8 @@ void clear(const at::Tensor& accumulator) {
 at::Tensor accumulator_total(const at::Tensor& accumulator) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
   at::Tensor sum = at::empty({}, accumulator.options().dtype(at::kDouble));
-  launch_total(accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>(),
-               at::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_checked(TotalKernel{{}, accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>()}, 1,
+                 at::cuda::getCurrentCUDAStream());
   return sum;
 }
 
@@ -154,20 +166,23 @@ void control_update(const at::Tensor& control, const at::Tensor& accumulator,
                     const std::optional<at::Tensor>& grad_scale,
                     const std::optional<at::Tensor>& found_inf) {
   const c10::cuda::CUDAGuard guard(control.device());
-  launch_control_update(
-      static_cast<Control*>(control.data_ptr()), accumulator.const_data_ptr<int64_t>(),
-      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
-      found_inf ? found_inf->const_data_ptr<float>() : nullptr, at::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_checked(ControlUpdateKernel{{},
+                                     static_cast<Control*>(control.data_ptr()),
+                                     accumulator.const_data_ptr<int64_t>(),
+                                     grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
+                                     found_inf ? found_inf->const_data_ptr<float>() : nullptr},
+                 1, at::cuda::getCurrentCUDAStream());
 }
 
 void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
                        const at::Tensor& scale) {
   const c10::cuda::CUDAGuard guard(control.device());
-  launch_loss_scale_update(static_cast<Control*>(control.data_ptr()), found_inf.const_data_ptr(),
-                           dtype_of(found_inf), scale.data_ptr<float>(),
-                           at::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_checked(LossScaleUpdateKernel{{},
+                                       static_cast<Control*>(control.data_ptr()),
+                                       found_inf.const_data_ptr(),
+                                       dtype_of(found_inf),
+                                       scale.data_ptr<float>()},
+                 1, at::cuda::getCurrentCUDAStream());
 }
 
 // Reads learning rates in CPU tensors. Kernels read learning rates on the device.
@@ -208,8 +223,7 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const UpdateArgs& 
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
-  launch_sum_traces(tensors, args, to, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_checked(SumTracesKernel{{}, args, to}, tensors, stream);
 }
 
 // Returns the tables with all that update() needs, so that step counts advance after all
@@ -249,8 +263,11 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
   args.control = static_cast<const Control*>(control.const_data_ptr());
   args.options = work.options;
   for (const ParamGroups& range : group_ranges(groups, control.device())) {
-    for_each_range(work,
-                   [&](const auto& gradients) { launch_prepare(args, gradients, range, stream); });
+    for_each_range<PrepareKernel>(work, [&](auto& kernel) {
+      kernel.groups = range;
+      kernel.args = args;
+      launch_checked(kernel, blocks_for(kernel.gradients.count, kernel.kThreads), stream);
+    });
   }
   if (!work.chunks.empty()) {
     args.chunks = tables.chunks.address<const Chunk>(stream);
@@ -279,11 +296,12 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
   std::vector<Chunk> chunks;
   add_plain_chunks(work.tensors, [](const TensorWork&) { return kCopyChunk; }, chunks);
   tables.chunks.upload(chunks, stream);
-  launch_copy(
-      {tables.tensors.address<const TensorWork>(stream), tables.chunks.address<const Chunk>(stream),
-       static_cast<const Control*>(control.const_data_ptr()), unscale},
-      static_cast<int64_t>(chunks.size()), stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_checked(CopyKernel{{},
+                            tables.tensors.address<const TensorWork>(stream),
+                            tables.chunks.address<const Chunk>(stream),
+                            static_cast<const Control*>(control.const_data_ptr()),
+                            unscale},
+                 static_cast<int64_t>(chunks.size()), stream);
 }
 
 void digest(const WorkList& arrays, const at::Tensor& digests) {
@@ -294,11 +312,13 @@ void digest(const WorkList& arrays, const at::Tensor& digests) {
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
   CudaTables& tables = tables_of(arrays, stream);
   tables.chunks.upload(arrays.chunks, stream);
-  launch_digest({tables.tensors.address<const DigestArray>(stream),
-                 tables.chunks.address<const Chunk>(stream),
-                 static_cast<int64_t>(arrays.chunks.size()), digests.data_ptr<int64_t>()},
-                stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const auto count = static_cast<int64_t>(arrays.chunks.size());
+  launch_checked(DigestKernel{{},
+                              tables.tensors.address<const DigestArray>(stream),
+                              tables.chunks.address<const Chunk>(stream),
+                              count,
+                              digests.data_ptr<int64_t>()},
+                 blocks_for(count, DigestKernel::kThreads / kWarpThreads), stream);
 }
 
 // A negative step is a caller's error that only the host could detect. It counts as 0.
@@ -306,9 +326,13 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   const c10::cuda::CUDAGuard guard(steps.device());
   at::Tensor factors = at::empty(steps.sizes(), steps.options().dtype(at::kDouble));
   if (steps.numel() > 0) {
-    launch_lr_factor(schedule, steps.const_data_ptr<int64_t>(), factors.data_ptr<double>(),
-                     steps.numel(), at::cuda::getCurrentCUDAStream());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_checked(LrFactorKernel{{},
+                                  schedule,
+                                  steps.const_data_ptr<int64_t>(),
+                                  factors.data_ptr<double>(),
+                                  steps.numel()},
+                   blocks_for(steps.numel(), LrFactorKernel::kThreads),
+                   at::cuda::getCurrentCUDAStream());
   }
   return factors;
 }

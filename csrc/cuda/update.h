@@ -1,12 +1,12 @@
-// Pass B as bodies of CUDA kernels. prepare_body computes each tensor's step count and scalars;
-// update_chunk, a template over the block (cta.h), updates elements as kernels/step.h says.
+// Pass B on CUDA. PrepareKernel computes each tensor's step count and scalars; update_chunk updates
+// elements as kernels/step.h says.
 #pragma once
 
 #include <type_traits>
 #include <utility>
 
-#include "cuda/cta.h"
 #include "cuda/gradients.h"
+#include "cuda/launch.h"
 #include "cuda/vector_lane.h"
 #include "kernels/control.h"
 #include "kernels/step.h"
@@ -32,7 +32,6 @@ struct ParamGroups {
   int32_t count;
   ParamGroupArgs group[kMost];
 };
-static_assert(sizeof(Gradients) + sizeof(ParamGroups) < 32000);
 
 // A tensor's gradient and scalars in this step.
 struct TensorStep {
@@ -53,39 +52,6 @@ namespace {
 
 TORCHOPT_HD inline double learning_rate(const ParamGroupArgs& group) {
   return group.lr == nullptr ? group.hyper[kLr] : read_number(group.lr, group.lr_dtype);
-}
-
-// Prepares the i-th tensor of `gradients` if the tensor belongs to one of `groups`. If the tensor
-// is updated in this step, advances its step count and computes its scalars.
-template <int kTensors>
-TORCHOPT_HD inline void prepare_body(int i, const UpdateArgs& args,
-                                     const GradientsOf<kTensors>& gradients,
-                                     const ParamGroups& groups) {
-  if (i >= gradients.count) {
-    return;
-  }
-  const int tensor = gradients.first + i;
-  const TensorWork& work = args.tensors[tensor];
-  const int g = work.group - groups.first;
-  if (g < 0 || g >= groups.count) {
-    return;
-  }
-  TensorStep& step = args.steps[tensor];
-  step.grad = args.control->skip != 0.0 ? nullptr : gradients.memory[i];
-  if (step.grad == nullptr) {
-    return;
-  }
-  const ParamGroupArgs& group = groups.group[g];
-  Hyper hyper = group.hyper;
-  hyper.value[kLr] = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
-  step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
-  const auto count = static_cast<int64_t>(step_of(work));
-  const double factor = args.control->grad_factor;
-  if (work.layout.param == DType::kFloat64) {
-    step.scalars.as_double = scalars_of<double>(group.algorithm, hyper, count, factor);
-  } else {
-    step.scalars.as_float = scalars_of<float>(group.algorithm, hyper, count, factor);
-  }
 }
 
 // Returns the random bits of a register of elements from i on.
@@ -166,11 +132,49 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const UpdateChunk<kKind>& c
 
 }  // namespace
 
-// Must run before launch_update, once for every range of tensors and range of groups.
+// Must run before UpdateKernel, once for every range of tensors and range of groups. A thread
+// prepares a tensor of `gradients` if the tensor belongs to one of `groups`: if the tensor is
+// updated in this step, advances its step count and computes its scalars.
 template <int kTensors>
-void launch_prepare(const UpdateArgs& args, const GradientsOf<kTensors>& gradients,
-                    const ParamGroups& groups, CUstream_st* stream);
-// Must run once for each kind that tensors have.
-void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, CUstream_st* stream);
+struct PrepareKernel : KernelOf<kUpdateThreads> {
+  GradientsOf<kTensors> gradients;
+  ParamGroups groups;
+  UpdateArgs args;
+
+  template <class Cta>
+  TORCHOPT_HD void operator()(const Cta& cta) const {
+    cta.each([&](int thread) { prepare(cta.block * cta.threads + thread); });
+  }
+
+ private:
+  TORCHOPT_HD void prepare(int64_t i) const {
+    if (i >= gradients.count) {
+      return;
+    }
+    const int64_t tensor = gradients.first + i;
+    const TensorWork& work = args.tensors[tensor];
+    const int g = work.group - groups.first;
+    if (g < 0 || g >= groups.count) {
+      return;
+    }
+    TensorStep& step = args.steps[tensor];
+    step.grad = args.control->skip != 0.0 ? nullptr : gradients.memory[i];
+    if (step.grad == nullptr) {
+      return;
+    }
+    const ParamGroupArgs& group = groups.group[g];
+    Hyper hyper = group.hyper;
+    hyper.value[kLr] = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
+    step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
+    const auto count = static_cast<int64_t>(step_of(work));
+    const double factor = args.control->grad_factor;
+    if (work.layout.param == DType::kFloat64) {
+      step.scalars.as_double = scalars_of<double>(group.algorithm, hyper, count, factor);
+    } else {
+      step.scalars.as_float = scalars_of<float>(group.algorithm, hyper, count, factor);
+    }
+  }
+};
+static_assert(sizeof(PrepareKernel<Gradients::kMost>) < 32764);  // gradients.h
 
 }  // namespace torchopt_ext

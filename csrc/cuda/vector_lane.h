@@ -91,14 +91,6 @@ struct VectorLane {
     return map([&](int k) { return SingleLane::fraction(random.element[k], array); });
   }
 
-  // The bits of elements of 1, 2 or 4 bytes, as in memory.
-  struct ElementBits {
-    uint32_t element[kWidth];
-  };
-  TORCHOPT_HD static ElementBits load_bits_of(int size, const void* from) {
-    return size == 4 ? bits_of<4>(from) : size == 2 ? bits_of<2>(from) : bits_of<1>(from);
-  }
-
   TORCHOPT_HD static reg set1(T a) {
     return map([&](int) { return a; });
   }
@@ -150,13 +142,6 @@ struct VectorLane {
     Bits<kSize> element[kWidth];
   };
 
-  template <int kSize>
-  TORCHOPT_HD static ElementBits bits_of(const void* from) {
-    const auto all = load_elements<kSize>(from);
-    ElementBits bits;
-    unrolled<kWidth>([&](int k) { bits.element[k] = all.element[k]; });
-    return bits;
-  }
   template <class Remainder, class F>
   TORCHOPT_HD static void store_parts(BFloat16* weight, Remainder* remainder, const F& f) {
     store_each(weight, [&](int k) { return f(k).weight; });

@@ -123,11 +123,10 @@ TEST(Control, AWarpDecidesAsTheCpuDoes) {
   for (const double square : {64.0, 0x1p-1000, 1e300, 0.0}) {
     ExactAccumulator accumulator{};
     accumulator_add(accumulator, square);
-    SharedLimbs limbs;
     for (const float* grad_scale : {static_cast<const float*>(nullptr), &scale}) {
       control_update(expected, square, grad_scale, nullptr);
-      control_update_body(HostWarp{}, limbs, &actual,
-                          reinterpret_cast<const int64_t*>(&accumulator), grad_scale, nullptr);
+      const auto* digits = reinterpret_cast<const int64_t*>(&accumulator);
+      run_on_host(ControlUpdateKernel{{}, &actual, digits, grad_scale, nullptr}, 1);
       const auto* fields = reinterpret_cast<const uint64_t*>(&expected);
       ASSERT_TRUE(std::equal(fields, fields + kControlSize, reinterpret_cast<uint64_t*>(&actual)));
     }

@@ -49,11 +49,8 @@ uint64_t digest_as_cuda(const DigestArray& array) {
   std::vector<Chunk> chunks;
   add_plain_chunks({array}, [](const TensorWork&) { return kDigestChunk; }, chunks);
   int64_t digest = 0;
-  const DigestArgs args{&array, chunks.data(), static_cast<int64_t>(chunks.size()), &digest};
-  const int64_t blocks = args.chunk_count / (64 / kWarpThreads) + 1;
-  for (int64_t block = 0; block < blocks; ++block) {
-    digest_body(HostCta{block, blocks, 64}, args);
-  }
+  const auto count = static_cast<int64_t>(chunks.size());
+  run_on_host(DigestKernel{{}, &array, chunks.data(), count, &digest}, count / 2 + 1, 64);
   return static_cast<uint64_t>(digest);
 }
 

@@ -165,10 +165,10 @@ TEST(ExactAccumulator, AWarpGivesTheCpusDigitsAndTotal) {
     ExactAccumulator expected = start;
     accumulator_normalize(expected);
     ExactAccumulator actual = start;
-    normalize_body(HostWarp{}, reinterpret_cast<int64_t*>(&actual));
+    run_on_host(NormalizeKernel{{}, reinterpret_cast<int64_t*>(&actual)}, 1);
     ASSERT_EQ(std::memcmp(&actual, &expected, sizeof(actual)), 0);
-    SharedLimbs limbs;
-    const double total = warp_total(HostWarp{}, reinterpret_cast<const int64_t*>(&start), limbs);
+    double total = 0.0;
+    run_on_host(TotalKernel{{}, reinterpret_cast<const int64_t*>(&start), &total}, 1);
     ASSERT_EQ(bit_cast<uint64_t>(total), bit_cast<uint64_t>(accumulator_total(start)));
   }
 }

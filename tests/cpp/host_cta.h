@@ -100,4 +100,18 @@ struct HostCta {
   }
 };
 
+// Runs a kernel block by block.
+template <class Kernel>
+void run_on_host(const Kernel& kernel, int64_t blocks, int threads = Kernel::kThreads) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    const HostCta cta{block, blocks, threads};
+    if constexpr (requires { typename Kernel::Shared; }) {
+      typename Kernel::Shared shared;
+      kernel(cta, shared);
+    } else {
+      kernel(cta);
+    }
+  }
+}
+
 }  // namespace torchopt_ext

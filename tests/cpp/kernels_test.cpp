@@ -252,11 +252,12 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   args.tensors = tensors;
   args.steps = steps;
   args.control = &control;
-  static Gradients gradients{1, 3, {&gradient, &gradient, nullptr}};
-  static ParamGroups groups{1, 1, {{kNumberOf<Adam>, hyper_of(1).hyper, nullptr, DType::kFloat64}}};
-  for (int i = 0; i < kUpdateThreads; ++i) {
-    prepare_body(i, args, gradients, groups);
-  }
+  const PrepareKernel<3> prepare{
+      {},
+      {1, 3, {&gradient, &gradient, nullptr}},
+      {1, 1, {{kNumberOf<Adam>, hyper_of(1).hyper, nullptr, DType::kFloat64}}},
+      args};
+  run_on_host(prepare, 1);
   EXPECT_TRUE(std::ranges::equal(counts, std::array{3.0f, 4.0f, 3.0f, 3.0f}));
   EXPECT_EQ(steps[0].grad, nullptr);
   EXPECT_EQ(steps[1].grad, &gradient);
@@ -265,7 +266,7 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   EXPECT_EQ(steps[1].scalars.as_float.own[Adam::kKeeps1],
             static_cast<float>(hyper_of(1).hyper[Adam::kBeta1]));
   control.skip = 1.0;
-  prepare_body(0, args, gradients, groups);
+  run_on_host(prepare, 1);
   EXPECT_EQ(steps[1].grad, nullptr);
   EXPECT_EQ(counts[1], 4.0f);
 }

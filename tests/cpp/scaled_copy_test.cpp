@@ -81,11 +81,8 @@ Memory by_cuda(const Case& c, const Control& control, bool unscale, Memory to, c
   work.layout.grad = c.types.from;
   std::vector<Chunk> chunks;
   add_plain_chunks({work}, [](const TensorWork&) { return 4096; }, chunks);
-  const CopyArgs args{&work, chunks.data(), &control, unscale};
-  const auto blocks = static_cast<int64_t>(chunks.size());
-  for (int64_t block = 0; block < blocks; ++block) {
-    copy_body(HostCta{block, blocks, threads}, args);
-  }
+  run_on_host(CopyKernel{{}, &work, chunks.data(), &control, unscale},
+              static_cast<int64_t>(chunks.size()), threads);
   return to;
 }
 

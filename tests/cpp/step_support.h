@@ -283,33 +283,27 @@ inline Report step_as_cuda(Tensor& tensor, const Group& group, const Control& co
   args.steps = &step;
   args.control = &control;
   args.options = options;
-  static Gradients gradients{0, 1, {}};
-  static ParamGroups groups{0, 1, {}};
-  gradients.memory[0] = tensor.work.memory[kGrad];
-  groups.group[0] = {group.algorithm, group.hyper, nullptr, DType::kFloat64};
-  for (int i = 0; i < kUpdateThreads; ++i) {  // one block of threads over one tensor
-    prepare_body(i, args, gradients, groups);
-  }
+  const PrepareKernel<1> prepare{{},
+                                 {0, 1, {tensor.work.memory[kGrad]}},
+                                 {0, 1, {{group.algorithm, group.hyper, nullptr, DType::kFloat64}}},
+                                 args};
+  run_on_host(prepare, 1);
   report.chunks.resize(options.track != 0 ? chunks.size() : 0);
   const auto blocks = static_cast<int64_t>(chunks.size());
   const int64_t first_chunks[] = {0, blocks};
   const TraceArgs traces{first_chunks, report.chunks.data(), report.norms.data(), &report.lost};
-  for (int64_t block = 0; block < blocks; ++block) {
-    const HostCta cta{block, blocks, threads};
-    if (options.track != 0) {
-      TracedShared shared;
-      for (int k = 0; k < kKinds; ++k) {  // as a step over tensors of all kinds does
-        with_kind(static_cast<Kind>(k),
-                  [&](auto constant) { traced_body<constant()>(cta, shared, args, traces); });
-      }
-    } else {
-      with_kind(tensor.work.kind, [&](auto constant) { pass_b_body<constant()>(cta, args); });
-    }
+  if (options.track == 0) {
+    with_kind(tensor.work.kind, [&](auto constant) {
+      run_on_host(UpdateKernel<static_cast<int>(constant())>{{}, args}, blocks, threads);
+    });
+    return report;
   }
-  if (options.track != 0) {
-    ReportShared shared;
-    sum_traces_body(HostWarp{}, shared, 0, args, traces);
+  for (int k = 0; k < kKinds; ++k) {  // as a step over tensors of all kinds does
+    with_kind(static_cast<Kind>(k), [&](auto constant) {
+      run_on_host(TracedKernel<static_cast<int>(constant())>{{}, args, traces}, blocks, threads);
+    });
   }
+  run_on_host(SumTracesKernel{{}, args, traces}, 1);
   return report;
 }
 

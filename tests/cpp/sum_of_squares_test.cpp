@@ -27,15 +27,13 @@ ExactAccumulator sum_on_cpu(const KernelTable& table, const TensorWork& work, in
 ExactAccumulator sum_as_cuda(const TensorWork& work) {
   ExactAccumulator acc{};
   const std::vector<Chunk> chunks = make_chunks({work}, kBlockElements);
-  const NormArgs args{&work, chunks.data(), static_cast<int64_t>(chunks.size()),
-                      reinterpret_cast<int64_t*>(&acc)};
-  static Gradients gradients{0, 1, {}};
-  gradients.memory[0] = work.memory[kGrad];
-  constexpr int64_t kBlocks = 2;  // fewer than the chunks could fill: warps stride
-  for (int64_t block = 0; block < kBlocks; ++block) {
-    NormShared shared;
-    norm_body(HostCta{block, kBlocks, kNormThreads}, shared, args, gradients);
-  }
+  const NormKernel<1> kernel{{},
+                             {0, 1, {work.memory[kGrad]}},
+                             &work,
+                             chunks.data(),
+                             static_cast<int64_t>(chunks.size()),
+                             reinterpret_cast<int64_t*>(&acc)};
+  run_on_host(kernel, 2);  // fewer blocks than the chunks could fill: warps stride
   EXPECT_EQ(std::isnan(accumulator_total(acc)),
             acc.limb[ExactAccumulator::kNans] != 0);  // while carries are pending
   const double total = accumulator_total(acc);

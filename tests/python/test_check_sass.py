@@ -24,7 +24,7 @@ def check() -> ModuleType:
     return module
 
 
-NAME = "void torchopt_ext::(anonymous namespace)::update_kernel<7>(torchopt_ext::UpdateArgs)"
+NAME = "void torchopt_ext::(anonymous namespace)::UpdateKernel<7>(torchopt_ext::UpdateArgs)"
 USAGE = f"""\
 Resource usage:
  Common:
@@ -64,13 +64,13 @@ SASS = listing(
 def kernel(check: ModuleType, sass: str = SASS) -> Any:
     kernels = check.read_resources(USAGE, "sm_90")
     check.read_sass(sass, kernels)
-    return kernels["update_kernel<7>"]
+    return kernels["UpdateKernel<7>"]
 
 
 def test_resources_and_spills(check: ModuleType) -> None:
     kernels = check.read_resources(USAGE, "sm_90")
-    assert list(kernels) == ["update_kernel<7>", "f"]
-    update = kernels["update_kernel<7>"]
+    assert list(kernels) == ["UpdateKernel<7>", "f"]
+    update = kernels["UpdateKernel<7>"]
     assert (update.registers, update.stack, update.shared) == (80, 64, 1616)
     check.read_sass(SASS, kernels)
     assert [k.spill for k in kernels.values()] == [4 + 16, 0]
@@ -116,7 +116,7 @@ def test_without_a_loop_all_code_is_the_main_loop(check: ModuleType) -> None:
     ("allowed", "problem"),
     [
         ({"spill": 20, "stack": 64, "blocks": 3, "narrow": 0}, None),
-        ({"spill": 19, "stack": 64}, "update_kernel<7>, sm_90: 20 bytes of spill, at most 19"),
+        ({"spill": 19, "stack": 64}, "UpdateKernel<7>, sm_90: 20 bytes of spill, at most 19"),
         ({"stack": 64}, "20 bytes of spill, at most 0"),
         ({"spill": 20}, "64 bytes of stack, at most 0"),
         ({"spill": 20, "stack": 64, "blocks": 4}, "leave 3 blocks a multiprocessor, 4 expected"),
@@ -125,7 +125,7 @@ def test_without_a_loop_all_code_is_the_main_loop(check: ModuleType) -> None:
 def test_what_uses_more_than_it_may(
     check: ModuleType, allowed: dict[str, int], problem: str | None
 ) -> None:
-    found = check.problems([kernel(check)], {"update_kernel<*": allowed})
+    found = check.problems([kernel(check)], {"UpdateKernel<*": allowed})
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
 
@@ -142,6 +142,6 @@ def test_narrow_accesses_are_refused_where_wide_ones_are_expected(check: ModuleT
 
 
 def test_an_unknown_kernel_may_not_spill_and_every_pattern_fits_one(check: ModuleType) -> None:
-    found = check.problems([kernel(check)], {"norm_kernel": {}})
+    found = check.problems([kernel(check)], {"NormKernel": {}})
     assert len(found) == 3
-    assert found[-1] == "sass.toml: no kernel is called norm_kernel"
+    assert found[-1] == "sass.toml: no kernel is called NormKernel"
