@@ -49,21 +49,17 @@ def scaled_copy_(
     to: list[Tensor], from_: list[Tensor], control: Tensor, *, unscale: bool
 ) -> None: ...
 
-# Uninitialised tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
-# after the other at multiples of 128 bytes from the start of `block`, which is aligned to 64: a
-# contiguous uint8 tensor of carved_bytes() or more, whose device is theirs and which can no longer
-# be resized. Without one, of an allocation on their device. Each has a storage of its own, of its
-# own bytes, that cannot be resized and keeps the block's memory; so recording a stream does nothing
-# for it, and has to be done to the block. With `one_version` they share a version counter, as views
-# of one tensor do.
+# Uninitialized tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
+# after the other at multiples of 128 bytes of one allocation, on `device` or theirs. Each has a
+# storage of its own bytes, which cannot be resized and keeps the allocation; so recording a stream
+# does nothing for it. With `one_version` they share a version counter, as views of one tensor do.
 def carve(
     like: list[Tensor],
     dtype: torch.dtype | None = None,
-    block: Tensor | None = None,
+    device: torch.device | None = None,
     *,
     one_version: bool = False,
 ) -> list[Tensor]: ...
-def carved_bytes(like: list[Tensor], dtype: torch.dtype | None = None) -> int: ...
 
 # Makes a 16-bit copy, and its version counter, what the weight's are.
 def renew_copy(copy: Tensor, weight: Tensor) -> None: ...

@@ -45,6 +45,21 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
   check_matches(master, what, param, param_what);
 }
 
+// Returns the length of a parameter's rows. 8-bit moments need contiguous rows of at least one
+// group's elements.
+int64_t checked_row(const at::Tensor& dense, const Label& what) {
+  const at::ScalarType dtype = dense.scalar_type();
+  TORCH_CHECK(
+      dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)), what,
+      " is ", dtype, " with shape ", dense.sizes(), " and strides ", dense.strides(),
+      "; 8-bit moments need a contiguous one of float32, bfloat16 or float16 and at least "
+      "two dimensions");
+  const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
+  TORCH_CHECK(row >= kQuantGroup, what, " has rows of ", row, " elements; 8-bit moments need ",
+              kQuantGroup, " or more");
+  return row;
+}
+
 }  // namespace
 
 void StepPlan::check_entry(size_t i, const Tensors& tensors) {
@@ -62,12 +77,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     known_[i].non_dense = true;
   }
   const at::Tensor& dense = known_[i].non_dense ? non_dense_[i].copy : param;
-  const bool is_quantized = tensors[kScale].defined();
-  if (is_quantized) {
-    check_quantized(i, tensors, dense);
-  } else {
-    check_states(i, tensors, dense);
-  }
+  check_states(i, tensors, dense);
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
   }
@@ -91,7 +101,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   for (int k = 0; k < kMostStates; ++k) {
     work.layout.states |= tensors[state_array(k)].defined() ? 1u << k : 0;
   }
-  if (is_quantized) {
+  if (tensors[kScale].defined()) {
     work.layout.state = DType::kInt8;
   } else if (tensors[kState].defined()) {
     work.layout.state = dtype_of(tensors[kState]);
@@ -111,25 +121,48 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
 }
 
 void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
-  const at::Tensor& param = tensors[kParam];
+  const Label param_what = what(kParam, i);
   const auto states = declaration_of(names_[i].algorithm).states;
+  const bool is_quantized = tensors[kScale].defined();
+  std::array<int64_t, 2> scale_shape{};
+  if (is_quantized) {
+    scale_shape = {dense.size(0), groups_in_row(checked_row(dense, param_what))};
+  }
   for (size_t k = 0; k < kMostStates; ++k) {
-    const auto array = static_cast<size_t>(state_array(static_cast<int>(k)));
+    const size_t array = kState + k;
     const at::Tensor& state = tensors[array];
-    if (!state.defined() && (k >= states.size() || states[k].when != nullptr)) {
+    const bool has_scale = k < kMostMoments && tensors[kScale + k].defined();
+    if (!state.defined() && !has_scale && (k >= states.size() || states[k].when != nullptr)) {
       continue;
     }
     TORCH_CHECK(k < states.size(), "a parameter has ", k + 1, " states, expected ", states.size());
     const Label state_what = what(array, i);
-    check_supported(state, state_what, /*complex=*/true);
-    check_matches(state, state_what, dense, what(kParam, i));
-    TORCH_CHECK((dtype_of(state) == DType::kFloat64) == (dtype_of(param) == DType::kFloat64) &&
-                    state.is_complex() == param.is_complex(),
-                state_what, " has dtype ", state.scalar_type(), ", its parameter has ",
-                param.scalar_type(), "; float64 goes with float64 only, complex with complex");
-    TORCH_CHECK(state.scalar_type() == tensors[kState].scalar_type(), state_what, " has dtype ",
-                state.scalar_type(), ", expected ", tensors[kState].scalar_type(), " as ",
-                states[0].name, " of the same parameter");
+    if (!is_quantized) {
+      check_supported(state, state_what, /*complex=*/true);
+      check_matches(state, state_what, dense, param_what);
+      TORCH_CHECK((dtype_of(state) == DType::kFloat64) == (dtype_of(dense) == DType::kFloat64) &&
+                      state.is_complex() == dense.is_complex(),
+                  state_what, " has dtype ", state.scalar_type(), ", its parameter has ",
+                  dense.scalar_type(), "; float64 goes with float64 only, complex with complex");
+      TORCH_CHECK(state.scalar_type() == tensors[kState].scalar_type(), state_what, " has dtype ",
+                  state.scalar_type(), ", expected ", tensors[kState].scalar_type(), " as ",
+                  states[0].name, " of the same parameter");
+      continue;
+    }
+    TORCH_CHECK(states[k].is_moment, state_what, " does not go with 8-bit moments");
+    const at::ScalarType expected = states[k].as_root ? at::kByte : at::kChar;
+    TORCH_CHECK(state.defined() && state.scalar_type() == expected, state_what, " has dtype ",
+                state.scalar_type(), ", expected ", expected, " beside scales of 8-bit moments");
+    check_memory(state, state_what);
+    check_matches(state, state_what, dense, param_what);
+    const at::Tensor& scale = tensors[kScale + k];
+    const Label scale_what = what(kScale + k, i);
+    TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
+    check_memory(scale, scale_what);
+    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == scale_shape &&
+                    scale.is_contiguous() && scale.device() == device_,
+                scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
+                ", expected contiguous float32", at::IntArrayRef(scale_shape), " on ", device_);
   }
 }
 
@@ -138,45 +171,6 @@ void StepPlan::set_kind(size_t i) {
   // Kernels of a GPU take short groups at the ends of rows as they come.
   const bool whole_groups = device_.is_cuda() || work.row_length % kQuantGroup == 0;
   work.kind = kind_of(names_[i].algorithm, work.layout, work_.options, whole_groups);
-}
-
-// 8-bit moments need contiguous rows of at least one group's elements.
-void StepPlan::check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
-  const Label param_what = what(kParam, i);
-  const at::ScalarType dtype = dense.scalar_type();
-  TORCH_CHECK(
-      dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)),
-      param_what, " is ", dtype, " with shape ", dense.sizes(), " and strides ", dense.strides(),
-      "; 8-bit moments need a contiguous one of float32, bfloat16 or float16 and at least "
-      "two dimensions");
-  const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
-  TORCH_CHECK(row >= kQuantGroup, param_what, " has rows of ", row,
-              " elements; 8-bit moments need ", kQuantGroup, " or more");
-  const auto states = declaration_of(names_[i].algorithm).states;
-  const std::array<int64_t, 2> shape{dense.size(0), groups_in_row(row)};
-  for (size_t k = 0; k < states.size(); ++k) {
-    const auto array = static_cast<size_t>(state_array(static_cast<int>(k)));
-    const at::Tensor& moment = tensors[array];
-    const Label moment_what = what(array, i);
-    if (!states[k].is_moment) {
-      TORCH_CHECK(!moment.defined(), moment_what, " does not go with 8-bit moments");
-      continue;
-    }
-    const at::ScalarType expected = states[k].as_root ? at::kByte : at::kChar;
-    TORCH_CHECK(moment.defined() && moment.scalar_type() == expected, moment_what, " has dtype ",
-                moment.scalar_type(), ", expected ", expected, " beside scales of 8-bit moments");
-    check_memory(moment, moment_what);
-    check_matches(moment, moment_what, dense, param_what);
-    const size_t scale_at = kScale + k;
-    const at::Tensor& scale = tensors[scale_at];
-    const Label scale_what = what(scale_at, i);
-    TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");
-    check_memory(scale, scale_what);
-    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == shape &&
-                    scale.is_contiguous() && scale.device() == device_,
-                scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
-                ", expected contiguous float32", at::IntArrayRef(shape), " on ", device_);
-  }
 }
 
 }  // namespace torchopt_ext

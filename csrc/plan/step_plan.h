@@ -162,7 +162,6 @@ class StepPlan {
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
   void check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
-  void check_quantized(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_overlap(at::TensorList gradients) const;
   void set_kind(size_t i);
   void split_into_chunks();

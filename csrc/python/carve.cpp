@@ -17,7 +17,6 @@ namespace py = pybind11;
 
 // A GPU's cache line: a step over arrays that begin within a line takes a tenth longer.
 constexpr int64_t kCarveAlignment = 128;
-constexpr int64_t kBlockAlignment = 64;  // for a caller's block: torch's CPU allocator's
 
 // Rejects subclasses with sizes or memory of their own, and tensors that are not dense.
 void check_like(const at::Tensor& tensor, size_t i) {
@@ -38,21 +37,8 @@ int64_t aligned(int64_t bytes) {
   return (bytes + kCarveAlignment - 1) / kCarveAlignment * kCarveAlignment;
 }
 
-void check_block(const at::Tensor& block, int64_t bytes) {
-  TORCH_CHECK(block.layout() == at::kStrided && block.scalar_type() == at::kByte &&
-                  block.is_contiguous() && !block.is_meta() &&
-                  !block.key_set().has(c10::DispatchKey::Python),
-              "block is ", block.scalar_type(), block.sizes(), " of layout ", block.layout(),
-              " on ", block.device(), ", expected a contiguous uint8 tensor with memory");
-  TORCH_CHECK(block.numel() >= bytes, "block has ", block.numel(), " bytes, expected ", bytes);
-  const auto misaligned = reinterpret_cast<uintptr_t>(block.mutable_data_ptr()) % kBlockAlignment;
-  TORCH_CHECK(bytes == 0 || misaligned == 0, "block starts ", misaligned,
-              " bytes after a multiple of ", kBlockAlignment,
-              ", expected one that starts at a multiple");
-}
-
 c10::Storage allocate(at::Device device, int64_t bytes) {
-  TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a block");
+  TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a device");
   const c10::DeviceGuard guard(device);
   return {c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(device.type()),
           /*resizable=*/false};
@@ -62,7 +48,7 @@ void release(void* storage) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(storage)).reset();
 }
 
-// Returns a tensor at an address in the memory of `block`.
+// Returns a tensor at an address in the memory of `block`, which it keeps.
 at::Tensor tensor_in(const c10::Storage& block, void* memory, const at::Tensor& like,
                      at::ScalarType dtype) {
   at::DataPtr data(memory, c10::Storage(block).unsafeReleaseStorageImpl(), release, block.device());
@@ -74,45 +60,30 @@ at::Tensor tensor_in(const c10::Storage& block, void* memory, const at::Tensor& 
   return tensor;
 }
 
-// Returns the bytes that carve() takes of a block. Two lists together take the sum of both.
-int64_t carved_bytes(const py::list& like, std::optional<at::ScalarType> dtype) {
+// Returns uninitialized tensors with the sizes, strides and (without `dtype`) dtypes of `like`, one
+// after the other at multiples of kCarveAlignment bytes of one allocation on `device`, or else on
+// the device of `like`. Each tensor has its own storage, which spans only its bytes and keeps the
+// allocation. With `one_version` all share a version counter, as views of one tensor would, so that
+// a change of all tensors is counted once.
+py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
+               std::optional<at::Device> device, bool one_version) {
   TORCH_CHECK_TYPE(!dtype || !c10::isQIntType(*dtype), "dtype is ", *dtype,
                    ", expected one that is not quantized");
+  const bool as_like = !device;
   int64_t bytes = 0;
   for (size_t i = 0; i < like.size(); ++i) {
     const at::Tensor& tensor = tensor_at(like, i);
     check_like(tensor, i);
+    device = device.value_or(tensor.device());
+    TORCH_CHECK(!as_like || tensor.device() == *device, Label{"like", i}, " is on ",
+                tensor.device(), ", expected ", *device, " as like 0");
     constexpr int64_t kMost = int64_t{1} << 59;  // sums do not overflow
     TORCH_CHECK(tensor.numel() < kMost / 16 && bytes < kMost, Label{"like", i}, " has ",
                 tensor.numel(), " elements: no memory holds so many");
     bytes += aligned(bytes_of(tensor, dtype.value_or(tensor.scalar_type())));
   }
-  return bytes;
-}
-
-// Returns uninitialized tensors with the sizes, strides and (without `dtype`) dtypes of `like`, one
-// after the other at multiples of kCarveAlignment bytes from the start of `block`, a contiguous
-// uint8 tensor, or else of an allocation on the device of `like`. Each tensor has its own storage,
-// which spans only its bytes and keeps the block's memory. With `one_version` all share a version
-// counter, as views of the block would, so that a change of all tensors is counted once.
-py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
-               const std::optional<at::Tensor>& block, bool one_version) {
-  const int64_t bytes = carved_bytes(like, dtype);
-  at::Device device = at::kCPU;
-  for (size_t i = 0; i < like.size() && !block; ++i) {
-    const at::Tensor& tensor = tensor_at(like, i);
-    device = i == 0 ? tensor.device() : device;
-    TORCH_CHECK(tensor.device() == device, Label{"like", i}, " is on ", tensor.device(),
-                ", expected ", device, " as like 0");
-  }
-  if (block) {
-    check_block(*block, bytes);
-  }
-  const c10::Storage storage = block ? block->storage() : allocate(device, bytes);
-  if (bytes > 0) {  // resizing the block would free memory that carved tensors use
-    storage.unsafeGetStorageImpl()->set_resizable(false);
-  }
-  auto* memory = static_cast<char*>(block ? block->mutable_data_ptr() : storage.mutable_data());
+  const c10::Storage storage = allocate(device.value_or(at::kCPU), bytes);
+  auto* memory = static_cast<char*>(storage.mutable_data());
   py::list carved(like.size());
   c10::VariableVersion version;
   for (size_t i = 0; i < like.size(); ++i) {
@@ -138,8 +109,7 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
 
 void add_carve(py::module_& m) {
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
-        py::arg("block") = py::none(), py::kw_only(), py::arg("one_version") = false);
-  m.def("carved_bytes", carved_bytes, py::arg("like"), py::arg("dtype") = py::none());
+        py::arg("device") = py::none(), py::kw_only(), py::arg("one_version") = false);
 }
 
 }  // namespace torchopt_ext

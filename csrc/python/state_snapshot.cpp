@@ -4,7 +4,6 @@
 #include <set>
 #include <string>
 
-#include "kernels/algorithms.h"
 #include "plan/for_each_entry.h"
 
 namespace torchopt_ext {

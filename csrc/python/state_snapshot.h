@@ -13,6 +13,8 @@
 #include <array>
 #include <vector>
 
+#include "kernels/algorithms.h"
+
 namespace torchopt_ext {
 
 class StateSnapshot {
@@ -23,7 +25,13 @@ class StateSnapshot {
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
  private:
-  static constexpr size_t kMostRead = 16;           // names of entries that a step reads
+  // The most names of entries that a step reads: of step and masters, and of each state itself, its
+  // codes and its scales.
+  static constexpr size_t kMostRead = [] {
+    size_t names = 4;
+    for_each_algorithm([&](auto a) { names += 3 * std::size(decltype(a)::kStates); });
+    return names;
+  }();
   using Values = std::array<PyObject*, kMostRead>;  // by name; null where absent
   // One parameter's state.
   struct Entry {

@@ -217,12 +217,13 @@ class _Kept:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         locals_ = [local_tensor(tensor) for tensor in tensors]
-        self.block = torch.empty(_C.carved_bytes(locals_), dtype=torch.uint8)
-        self.memory = _C.carve(locals_, block=self.block)
-        if self.block.numel() and cuda.is_initialized():
-            size = self.block.numel()
-            if int(cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0:
-                unpin = weakref.finalize(self, _unpin, self.block)
+        self.memory = _C.carve(locals_, device=torch.device("cpu"))
+        held = [memory for memory in self.memory if memory.numel()]
+        if held and cuda.is_initialized():
+            start = held[0].data_ptr()
+            size = held[-1].data_ptr() + held[-1].nbytes - start
+            if int(cuda.cudart().cudaHostRegister(start, size, 0)) == 0:
+                unpin = weakref.finalize(self, _unpin, held[0])
                 unpin.atexit = False  # the driver has released all memory by then
             else:
                 with suppress(RuntimeError):  # raise the error here, not after the next kernel
@@ -237,8 +238,8 @@ class _Kept:
         )
 
 
-def _unpin(block: Tensor) -> None:
-    cuda.cudart().cudaHostUnregister(block.data_ptr())
+def _unpin(first: Tensor) -> None:
+    cuda.cudart().cudaHostUnregister(first.data_ptr())
 
 
 def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import random
 import resource
-import weakref
 
 import pytest
 import torch
@@ -39,13 +37,10 @@ def filled(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("given", [False, True], ids=["allocated", "block"])
-def test_layout(dtype: torch.dtype | None, given: bool) -> None:
+def test_layout(dtype: torch.dtype | None) -> None:
     like = shapes()
-    size = _C.carved_bytes(like, dtype)
-    block = torch.empty(size + 100, dtype=torch.uint8) if given else None
-    carved = _C.carve(like, dtype, block)
-    start = carved[0].data_ptr() if block is None else block.data_ptr()
+    carved = _C.carve(like, dtype)
+    start = carved[0].data_ptr()
     for i, (tensor, x) in enumerate(zip(carved, like, strict=True)):
         assert type(tensor) is Tensor and not tensor.requires_grad and tensor.is_leaf
         assert tensor.dtype == (dtype or x.dtype)
@@ -59,24 +54,8 @@ def test_layout(dtype: torch.dtype | None, given: bool) -> None:
         if tensor.numel() > 0:
             assert tensor.data_ptr() == start
         start += -(-tensor.nbytes // 128) * 128
-    assert start - (carved[0].data_ptr() if block is None else block.data_ptr()) == size
     filled(carved)
     assert all((tensor == i + 1).all() for i, tensor in enumerate(carved))
-
-
-def test_bytes_of_two_lists_add_up() -> None:
-    like = shapes()
-    assert _C.carved_bytes(like) == _C.carved_bytes(like[:4]) + _C.carved_bytes(like[4:])
-    assert _C.carved_bytes([]) == 0 and _C.carve([]) == []
-
-
-def test_values_are_in_the_block() -> None:
-    block = torch.zeros(320, dtype=torch.uint8)
-    first, second = _C.carve([torch.empty(3), torch.empty(2)], torch.float32, block[64:])
-    first.fill_(1)
-    second.fill_(2)
-    floats = block.view(torch.float32).tolist()
-    assert floats == [0] * 16 + [1] * 3 + [0] * 29 + [2] * 2 + [0] * 30
 
 
 class Counter(TorchDispatchMode):
@@ -88,11 +67,12 @@ class Counter(TorchDispatchMode):
 
 
 def test_nothing_is_dispatched() -> None:
-    like, block = shapes(), torch.empty(10_000, dtype=torch.uint8)
+    like = shapes()
     Counter.calls = 0
     with Counter():
+        assert _C.carve([]) == []
         _C.carve(like)
-        _C.carve(like, torch.float32, block)
+        _C.carve(like, torch.float32, torch.device("cpu"))
     assert Counter.calls == 0
 
 
@@ -126,16 +106,12 @@ def test_one_version_for_all() -> None:
 
 
 def test_resizing_is_refused() -> None:
-    block = torch.zeros(128, dtype=torch.uint8)
-    for given in (None, block):
-        (tensor,) = _C.carve([torch.empty(3)], block=given)
-        with pytest.raises(RuntimeError, match="resiz"):
-            tensor.resize_(100)
-        with pytest.raises(RuntimeError, match="resiz"):
-            tensor.untyped_storage().resize_(0)
-        assert tensor.resize_(2).shape == (2,)
-    with pytest.raises(RuntimeError, match="resiz"):  # other tensors share its memory
-        block.untyped_storage().resize_(0)
+    (tensor,) = _C.carve([torch.empty(3)])
+    with pytest.raises(RuntimeError, match="resiz"):
+        tensor.resize_(100)
+    with pytest.raises(RuntimeError, match="resiz"):
+        tensor.untyped_storage().resize_(0)
+    assert tensor.resize_(2).shape == (2,)
 
 
 def test_saving_writes_only_a_tensors_own_bytes() -> None:
@@ -173,17 +149,13 @@ def resident() -> int:
 
 
 def test_memory_lives_as_long_as_its_tensors() -> None:
-    """Memory stays valid and is freed, in whatever order the tensors and the block die."""
+    """Memory stays valid and is freed, in whatever order the tensors die."""
     order = random.Random(1)
     like = [torch.empty(n) for n in (100_000, 1, 0, 50_000, 3000)]
-    size = _C.carved_bytes(like)
+    size = sum(tensor.nbytes for tensor in like)
     before = None
     for i in range(300):
-        block = torch.empty(size, dtype=torch.uint8) if i % 2 else None
-        carved = filled(_C.carve(like, None, block))
-        alive = dict(enumerate(carved))
-        del carved
-        block = None
+        alive = dict(enumerate(filled(_C.carve(like))))
         order.shuffle(keys := list(alive))
         for key in keys:
             tensor = alive.pop(key)
@@ -194,19 +166,6 @@ def test_memory_lives_as_long_as_its_tensors() -> None:
         if i == 20:
             before = resident()
     assert before is not None and resident() - before < 20 * size
-
-
-def test_the_block_is_freed_with_the_last_tensor() -> None:
-    block = torch.empty(1000, dtype=torch.uint8)
-    storage = weakref.ref(block.untyped_storage())
-    carved = _C.carve([torch.empty(5), torch.empty(6)], None, block)
-    del block
-    gc.collect()
-    carved.pop(0)
-    assert storage() is not None
-    carved.clear()
-    gc.collect()
-    assert storage() is None
 
 
 @pytest.mark.parametrize("position", [0, 2])
@@ -222,9 +181,8 @@ def test_the_block_is_freed_with_the_last_tensor() -> None:
 def test_refuses_what_is_not_dense(wrong: Tensor, word: str, position: int) -> None:
     like = [torch.empty(3) for _ in range(3)]
     like[position] = wrong
-    for call in (_C.carve, _C.carved_bytes):
-        with pytest.raises(RuntimeError, match=f"like {position} .*{word}"):
-            call(like)
+    with pytest.raises(RuntimeError, match=f"like {position} .*{word}"):
+        _C.carve(like)
 
 
 class Wrapper(torch.Tensor):
@@ -247,27 +205,11 @@ def test_refuses_other_things() -> None:
         _C.carve([like[0], Wrapper()])
     with pytest.raises(RuntimeError, match="like 1 is on meta, expected cpu"):
         _C.carve([like[0], like[1].to("meta")])
-    with pytest.raises(RuntimeError, match=r"meta device.*pass a block"):
+    with pytest.raises(RuntimeError, match=r"meta device.*pass a device"):
         _C.carve([like[0].to("meta")])
-
-
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        (torch.empty(255, dtype=torch.uint8), "block has 255 bytes, expected 256"),
-        (torch.empty(400, dtype=torch.int8), "block is Char"),
-        (torch.empty(400, dtype=torch.uint8)[::2], "contiguous uint8"),
-        (torch.empty(400, dtype=torch.uint8, device="meta"), "meta"),
-        (torch.empty(400, dtype=torch.uint8)[4:], "4 bytes after a multiple of 64"),
-    ],
-    ids=["short", "dtype", "strides", "meta", "alignment"],
-)
-def test_refuses_a_bad_block(block: Tensor, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        _C.carve([torch.empty(3), torch.empty(4)], None, block)
 
 
 def test_shapes_may_be_on_another_device() -> None:
     like = [torch.empty(3, 2, device="meta"), torch.empty(4)]
-    block = torch.zeros(_C.carved_bytes(like), dtype=torch.uint8)
-    assert [x.tolist() for x in _C.carve(like, None, block)] == [[[0, 0]] * 3, [0] * 4]
+    first, second = _C.carve(like, None, torch.device("cpu"))
+    assert (first.device.type, first.shape, second.shape) == ("cpu", (3, 2), (4,))
