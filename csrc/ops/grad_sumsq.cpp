@@ -1,11 +1,11 @@
 // grad_sumsq_: pass A. Adds every gradient's sum of squares to the exact accumulator (int64[70]).
 #include "ops/operator.h"
-#include "ops/operators.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
+namespace {
 
 void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
   check_accumulator(accumulator);
@@ -34,4 +34,5 @@ void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator) {
 const Operator kGradSumsq("grad_sumsq_", "(Tensor[] grads, Tensor(a!) accumulator) -> ()",
                           grad_sumsq_);
 
+}  // namespace
 }  // namespace torchopt_ext

@@ -7,7 +7,6 @@
 
 namespace torchopt_ext {
 
-void grad_sumsq_(at::TensorList grads, const at::Tensor& accumulator);
 void scaled_copy_(at::TensorList to, at::TensorList from, const at::Tensor& control, bool unscale);
 void control_update_(const at::Tensor& control, const at::Tensor& accumulator,
                      const std::optional<at::Tensor>& grad_scale,
