@@ -54,7 +54,7 @@ class Kernel:
 
 
 def short_name(demangled: str) -> str:
-    """Returns ``NormKernel<8>`` for ``void torchopt_ext::run<torchopt_ext::NormKernel<8> >(...)``."""
+    """Returns ``Norm<8>`` for ``void torchopt_ext::run<torchopt_ext::Norm<8> >(...)``."""
     name = re.sub(r"\(anonymous namespace\)::|_INTERNAL_\w+::|torchopt_ext::|^void ", "", demangled)
     name = re.sub(r"^run<(.*?) ?>\(", r"\1(", name)
     depth = 0

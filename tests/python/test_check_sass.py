@@ -24,7 +24,7 @@ def check() -> ModuleType:
     return module
 
 
-NAME = "void torchopt_ext::(anonymous namespace)::UpdateKernel<7>(torchopt_ext::UpdateArgs)"
+NAME = "void torchopt_ext::run<torchopt_ext::(anonymous namespace)::UpdateKernel<7> >(X<7>)"
 USAGE = f"""\
 Resource usage:
  Common:
