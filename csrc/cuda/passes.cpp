@@ -81,10 +81,10 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
 // Returns the number of blocks of which each does `each` of n.
 int64_t blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-// Launches a kernel and checks that it was launched.
+// Launches a kernel on the current stream and checks that it was launched.
 template <class Kernel>
-void launch_checked(const Kernel& kernel, int64_t blocks, c10::cuda::CUDAStream stream) {
-  launch(kernel, blocks, stream);
+void launch_checked(const Kernel& kernel, int64_t blocks) {
+  launch(kernel, blocks, at::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -138,13 +138,12 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
       if (kernel.chunk_count > 0) {
         // At most as many blocks as the device runs at once, because each ends with atomics.
         const int64_t most = int64_t{kernel.kBlocks} * multiprocessors;
-        launch_checked(kernel, std::min(blocks_for(kernel.chunk_count, kernel.kWarps), most),
-                       stream);
+        launch_checked(kernel, std::min(blocks_for(kernel.chunk_count, kernel.kWarps), most));
       }
     });
   }
   if (normalize) {
-    launch_checked(NormalizeKernel{{}, digits}, 1, stream);
+    launch_checked(NormalizeKernel{{}, digits}, 1);
   }
 }
 
@@ -157,8 +156,7 @@ void clear(const at::Tensor& accumulator) {
 at::Tensor accumulator_total(const at::Tensor& accumulator) {
   const c10::cuda::CUDAGuard guard(accumulator.device());
   at::Tensor sum = at::empty({}, accumulator.options().dtype(at::kDouble));
-  launch_checked(TotalKernel{{}, accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>()}, 1,
-                 at::cuda::getCurrentCUDAStream());
+  launch_checked(TotalKernel{{}, accumulator.const_data_ptr<int64_t>(), sum.data_ptr<double>()}, 1);
   return sum;
 }
 
@@ -171,7 +169,7 @@ void control_update(const at::Tensor& control, const at::Tensor& accumulator,
                                      accumulator.const_data_ptr<int64_t>(),
                                      grad_scale ? grad_scale->const_data_ptr<float>() : nullptr,
                                      found_inf ? found_inf->const_data_ptr<float>() : nullptr},
-                 1, at::cuda::getCurrentCUDAStream());
+                 1);
 }
 
 void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
@@ -182,7 +180,7 @@ void loss_scale_update(const at::Tensor& control, const at::Tensor& found_inf,
                                        found_inf.const_data_ptr(),
                                        dtype_of(found_inf),
                                        scale.data_ptr<float>()},
-                 1, at::cuda::getCurrentCUDAStream());
+                 1);
 }
 
 // Reads learning rates in CPU tensors. Kernels read learning rates on the device.
@@ -223,7 +221,7 @@ void launch_tracked(const WorkList& work, CudaTables& tables, const UpdateArgs& 
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
   }
-  launch_checked(SumTracesKernel{{}, args, to}, tensors, stream);
+  launch_checked(SumTracesKernel{{}, args, to}, tensors);
 }
 
 // Returns the tables with all that update() needs, so that step counts advance after all
@@ -266,7 +264,7 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
     for_each_range<PrepareKernel>(work, [&](auto& kernel) {
       kernel.groups = range;
       kernel.args = args;
-      launch_checked(kernel, blocks_for(kernel.gradients.count, kernel.kThreads), stream);
+      launch_checked(kernel, blocks_for(kernel.gradients.count, kernel.kThreads));
     });
   }
   if (!work.chunks.empty()) {
@@ -301,7 +299,7 @@ void scaled_copy(const WorkList& work, const at::Tensor& control, bool unscale) 
                             tables.chunks.address<const Chunk>(stream),
                             static_cast<const Control*>(control.const_data_ptr()),
                             unscale},
-                 static_cast<int64_t>(chunks.size()), stream);
+                 static_cast<int64_t>(chunks.size()));
 }
 
 void digest(const WorkList& arrays, const at::Tensor& digests) {
@@ -318,7 +316,7 @@ void digest(const WorkList& arrays, const at::Tensor& digests) {
                               tables.chunks.address<const Chunk>(stream),
                               count,
                               digests.data_ptr<int64_t>()},
-                 blocks_for(count, DigestKernel::kThreads / kWarpThreads), stream);
+                 blocks_for(count, DigestKernel::kThreads / kWarpThreads));
 }
 
 // A negative step is a caller's error that only the host could detect. It counts as 0.
@@ -331,8 +329,7 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
                                   steps.const_data_ptr<int64_t>(),
                                   factors.data_ptr<double>(),
                                   steps.numel()},
-                   blocks_for(steps.numel(), LrFactorKernel::kThreads),
-                   at::cuda::getCurrentCUDAStream());
+                   blocks_for(steps.numel(), LrFactorKernel::kThreads));
   }
   return factors;
 }
