@@ -189,7 +189,8 @@ inline Group hyper_of(int variant, Algorithm algorithm = kNumberOf<Adam>) {
   double* value = group.hyper.value;
   for (const HyperSpec& spec : declaration_of(algorithm).hypers) {
     const auto i = value - group.hyper.value;  // a beta is also below 0.5, where averages differ
-    *value++ = spec.range == Range::kBelowOne && variant % (i - kCommonHypers + 2) == 0 ? 0.3 : spec.usual;
+    *value++ =
+        spec.range == Range::kBelowOne && variant % (i - kCommonHypers + 2) == 0 ? 0.3 : spec.usual;
   }
   value = group.hyper.value;
   value[kLr] = 1e-2;
