@@ -10,7 +10,7 @@ namespace torchopt_ext {
 static_assert(kDigestThreads == kWarpThreads);
 
 // Pointers are to device memory.
-struct DigestKernel : KernelOf<256> {
+struct DigestKernel : KernelOf<256, 4> {
   const DigestArray* arrays;
   const Chunk* chunks;
   int64_t chunk_count;

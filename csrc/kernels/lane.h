@@ -174,16 +174,5 @@ struct ScalarLane {
   }
 };
 
-// Returns -1, 0 or 1 as the sign of a; a NaN stays one. Two products make any number but 0 larger
-// than 1.
-template <class L, class R = typename L::reg>
-[[gnu::always_inline]] TORCHOPT_HD inline R sign(R a) {
-  using T = typename L::scalar;
-  const R huge = L::set1(static_cast<T>(sizeof(T) == sizeof(float) ? 0x1p127 : 0x1p1023));
-  const R one = L::set1(T{1});
-  const R below = L::min(one, L::mul(L::mul(a, huge), huge));
-  return L::neg(L::min(one, L::neg(below)));
-}
-
 }  // namespace
 }  // namespace torchopt_ext
