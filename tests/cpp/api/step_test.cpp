@@ -70,7 +70,7 @@ TEST(FusedAdamW, HasTheBitsOfTheOperators) {
   const auto adam = operators.findSchemaOrThrow("torchopt_ext::adam_", "")
                         .typed<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                                     at::TensorList, at::TensorList, const Tensor&, double, double,
-                                    bool, bool, double, double, double, bool)>();
+                                    bool, bool, bool, double, double, double, double, bool)>();
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     for (const FusedAdamWOptions& options : kVariants) {
       const Tensors ours = some_params(dtype);
@@ -104,6 +104,7 @@ TEST(FusedAdamW, HasTheBitsOfTheOperators) {
         adam.call(theirs, gradients, moments[0], moments[1],
                   options.amsgrad() ? moments[2] : Tensors{}, counts, control, options.lr(),
                   options.weight_decay(), options.decoupled_weight_decay(), /*maximize=*/false,
+                  /*cautious_weight_decay=*/false, /*decay_follows_lr=*/0.0,
                   std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(),
                   /*bias_correction=*/true);
         ASSERT_TRUE(same(ours, theirs)) << dtype << " step " << step;
