@@ -73,6 +73,16 @@ def restored_if_raised(groups: Iterable[Any], optimizer: Any = None) -> Iterator
         raise
 
 
+@contextmanager
+def having_defaults(optimizer: Optimizer, defaults: dict[str, Any]) -> Iterator[None]:
+    """Lets torch give a new param group these defaults, instead of the optimizer's."""
+    kept, optimizer.defaults = optimizer.defaults, defaults
+    try:
+        yield
+    finally:
+        optimizer.defaults = kept
+
+
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer inside the wrappers of Accelerate, Lightning and Fabric.
 

@@ -42,15 +42,17 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
             there is one, otherwise the parameter and its remainder.
 
     Returns:
-        int64, one element for each tensor, or for each parameter with state in the order of the
-        param groups, on the device of the first.
+        int64, one element for each tensor, or for each parameter that is trained or has state, in
+        the order of the param groups, on the device of the first.
 
     Raises:
-        TypeError: an item is not a tensor.
+        TypeError: ``of`` is one tensor, or an item is not a tensor.
         ValueError: a DTensor is cut in three dimensions after the first, or is not contiguous; or
             an optimizer keeps an entry of another kind.
         RuntimeError: a tensor has elements of another size, or has no memory.
     """
+    if isinstance(of, Tensor):
+        raise TypeError("of is a tensor, expected an optimizer or an iterable of tensors")
     arrays = list(_arrays_of(of) if hasattr(of, "param_groups") else _arrays(of))
     if not arrays:
         return torch.zeros(0, dtype=torch.int64)
@@ -89,7 +91,8 @@ def _arrays_of(optimizer: Any) -> Iterator[_Array]:
         places = getattr(inner, "parameter_places", {})
         first = getattr(inner, "first_parameter_number", 0)
         for number, param in enumerate(params_of(inner), first):
-            if not (state := inner.state.get(param)):
+            state = inner.state.get(param) or {}
+            if not (state or param.requires_grad):
                 continue
             place = places.get(param) or place_of(number, param)
             local = local_tensor(param)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchopt_ext._arguments import restored_if_raised
+from torchopt_ext._arguments import having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
 from torchopt_ext.optim.estimate import estimate
@@ -203,11 +203,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         with restored_if_raised([param_group], self):
-            self._take_defaults(param_group)
-            super().add_param_group(param_group)
+            with having_defaults(self, self._defaults_of_new(param_group)):
+                super().add_param_group(param_group)
             group = self.param_groups[-1]
-            for key in self.defaults.keys() - self.defaults_for(group).keys():
-                del group[key]  # torch adds the optimizer's defaults to every group
             if group.get("decay_follows_lr") is True:
                 group["decay_follows_lr"] = float(group["lr"])
                 if group["decay_follows_lr"] == 0.0:
@@ -216,21 +214,19 @@ class FusedOptimizer(HookedStep, PlannedStep):
             self._look_at_new_params()
         _holders[id(self.param_groups[-1]["params"])] = self
 
-    def _take_defaults(self, group: Any) -> None:
-        """Gives a group of another algorithm than the optimizer's the defaults of its own.
+    def _defaults_of_new(self, group: Any) -> dict[str, Any]:
+        """Returns the default of each key that a new group gets.
 
         Raises:
             TypeError: the group has a hyperparameter that its algorithm lacks.
         """
         if not isinstance(group, dict):
-            return
+            return self.defaults  # torch rejects it
         own = self.defaults_for(group)
         algorithm = algorithm_of({**own, **group}).name
         foreign = HYPERS.difference(keys_of(algorithm), own) & group.keys()
         reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
-        if own is not self.defaults:
-            for key, value in own.items():
-                group.setdefault(key, value)
+        return own
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises TypeError or ValueError unless steps can update the last group."""

@@ -35,13 +35,17 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **options: Unpack[StepArguments],
     ) -> None:
         own = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "maximize": maximize,
+            "nesterov": nesterov, "maximize": maximize, "foreach": foreach,
+            "differentiable": differentiable, "fused": fused is not False,
         }  # fmt: skip
         if decoupled_weight_decay:
             own["decoupled_weight_decay"] = True
-        super().__init__(params, algorithm="sgd", **own, **options)
+        self._build(params, {"algorithm": "sgd", **own}, options)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.state.algorithms import STATES, algorithm_in, algorithm_of
+from torchopt_ext.state.algorithms import HYPERS, STATES, algorithm_in, algorithm_of, check_values
 from torchopt_ext.state.entries import (
     ABSENT,
     CONTROL_KEY,
@@ -23,6 +23,7 @@ from torchopt_ext.state.entries import (
     control_fields,
     control_problem,
     option_problem,
+    plain,
     problem,
     required_of,
     was_cast,
@@ -33,7 +34,8 @@ from torchopt_ext.state.moments import code_problems, has_codes
 from torchopt_ext.state.quantized import CODES, OTHER_FORM, SCALES
 from torchopt_ext.state.storage import Storage
 
-_NEEDED = {"lr", "betas", "eps", "weight_decay"}  # options of a group in any version of torch
+# Options of a group in any version of torch.
+_NEEDED = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
 _WIDE = {state.when for state in STATES.values() if not state.is_moment}
 _REGROUPED = "build the groups that were saved, or save with flatten_optimizer_state_dict=True"
 
@@ -128,11 +130,26 @@ class Loaded:
                         "all ranks before state_dict(), or save with dcp.save"
                     )
         for number, (group, own) in pairs:
-            for name in sorted(own.keys() & group.keys() - {"params", "param_names"}):
-                if found := option_problem(name, group[name], own[name]):
+            names = sorted(own.keys() & group.keys() - {"params", "param_names"})
+            found_in = {name: option_problem(name, group[name], own[name]) for name in names}
+            if fused and not any(found_in.values()) and (wrong := _invalid({**own, **group})):
+                yield f"group {number}: {wrong}"
+            for name, found in found_in.items():
+                if found:
                     yield f"{name} of group {number} {found}"
                 elif name in _WIDE and group[name] and storage.state_dtype == torch.int8:
                     yield f"group {number} has {name}, which 8-bit moments do not support"
+
+
+def _invalid(group: Mapping[str, Any]) -> str | None:
+    """Returns why a step could not have a group's hyperparameters."""
+    if group.get("decay_follows_lr") is True:
+        return "decay_follows_lr is True, expected a learning rate"
+    try:
+        check_values({name: plain(v) for name, v in group.items() if name in HYPERS})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _lacks(names: Iterable[str], group: Mapping[str, Any], optimizer: Any) -> str:
@@ -196,6 +213,8 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             slots.append(Slot(param, label, entry))
         # refresh_masters() finds weights by param_names, so the model's names stay.
         may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
+        if algorithm_in(saved) in (None, algorithm_of(group)):
+            may_lack.add("algorithm")
         own_keys = {"params", "param_names"} | (may_lack - saved.keys())
         kept = {key: group[key] for key in own_keys & group.keys()}
         loaded = {k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in saved.items()}

@@ -45,7 +45,7 @@ def with_step(slot: Slot) -> Slot:
 
     A buffer that is None, before the first step, is dropped.
     """
-    if "step" in slot.entry or "momentum_buffer" not in slot.entry:
+    if "step" in slot.entry or not any("momentum_buffer" in name for name in slot.entry):
         return slot
     held = {name: value for name, value in slot.entry.items() if value is not None}
     return replace(slot, entry=held and {"step": torch.ones(()), **held})

@@ -99,8 +99,9 @@ class LocalOptimizer:
             if not hasattr(self.optimizer, "param_groups"):
                 self.optimizer.param_groups = [self.optimizer.param_group]
             for key, value in self.optimizer.param_groups[0].items():
-                # A schedule may have changed existing keys.
-                self.params.param_groups[0].setdefault(key, value)
+                # A schedule may have changed existing keys. A peak may have been True.
+                group = self.params.param_groups[0]
+                group[key] = value if group.get(key) is True else group.get(key, value)
             return
         groups = [self._group(number) for number in range(len(self.params.param_groups))]
         self.optimizer = self.constructor(groups, **arguments)

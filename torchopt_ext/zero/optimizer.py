@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext._arguments import restored_if_raised
+from torchopt_ext._arguments import having_defaults, restored_if_raised
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import Agreement
@@ -211,7 +211,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
         with restored_if_raised([], self):
             with fail_together(self.process_group):
-                super().add_param_group({**param_group})
+                of_group = self.defaults
+                if self.local.is_fused and isinstance(param_group, dict):
+                    of_group = self.local.fused.defaults_for(param_group)
+                with having_defaults(self, of_group):
+                    super().add_param_group({**param_group})
                 group = self.param_groups[-1]
                 self.params.check_dense(self._allow_mixed_dtypes)
                 # fp32_moments may hold parameters of other groups.

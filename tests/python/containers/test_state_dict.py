@@ -33,7 +33,7 @@ HYPERS = {
 SHARED = {"algorithm", "lr", "weight_decay", "maximize"}
 OTHER_HYPERS = {
     FusedLion: SHARED | {"betas"},
-    FusedSGD: SHARED | {"momentum", "dampening", "nesterov"},
+    FusedSGD: SHARED | {"momentum", "dampening", "nesterov", "foreach", "differentiable", "fused"},
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD, digest
 from torchopt_ext.state.algorithms import ALGORITHMS
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 SHAPES = ((5, 200), (33,), (7, 3, 64), (0, 4), ())
 SGDS: Sequence[dict[str, Any]] = (
@@ -345,3 +346,92 @@ def test_operators_of_every_algorithm() -> None:
             optimizer.step()
         assert same_bits(params, others)
         assert same_bits([optimizer.state[p][algorithm.states[0].name] for p in params], states[0])
+
+
+@pytest.mark.parametrize("cls", [FusedLion, FusedSGD, FusedAdamW])
+@pytest.mark.parametrize("algorithm", ["adamw", "adam", "lion", "sgd"])
+def test_a_group_keeps_its_algorithm_and_its_own_options(cls: Any, algorithm: str) -> None:
+    """In copies and after state dicts, also torch's, which do not name the algorithm."""
+    params = params_of()
+    given = {"algorithm": algorithm, "decoupled_weight_decay": True, "lr": 0.02}
+    given |= {"momentum": 0.9} if algorithm == "sgd" else {"betas": (0.8, 0.9)}
+    optimizer = cls([{"params": params, **given}])
+    assert optimizer.param_groups[0].items() >= given.items()
+    set_gradients(params, 0)
+    optimizer.step()
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.param_groups[0].items() >= given.items()
+        assert copied.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0].items() >= given.items()
+    del saved["param_groups"][0]["algorithm"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0].items() >= given.items()
+    torchs = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    if algorithm in torchs:
+        others = params_of()
+        of_torch = torchs[algorithm](others, **{"momentum": 0.9} if algorithm == "sgd" else {})
+        train(of_torch, others, [0])
+        optimizer.load_state_dict(of_torch.state_dict())
+        assert optimizer.param_groups[0]["algorithm"] == algorithm
+        train(optimizer, params, [1])
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "message"),
+    [
+        (FusedAdamW, {"decay_follows_lr": True}, "decay_follows_lr is True"),
+        (FusedAdamW, {"decay_follows_lr": -1.0}, "Invalid decay_follows_lr value: -1"),
+        (FusedLion, {"cautious_weight_decay": "x"}, "cautious_weight_decay is 'x'"),
+        (FusedSGD, {"momentum": -1.0}, "Invalid momentum value: -1"),
+        (FusedSGD, {"nesterov": True}, "Nesterov momentum requires a momentum"),
+        (FusedSGD, {"cautious_weight_decay": True}, "require decoupled_weight_decay"),
+    ],
+)
+def test_a_load_rejects_what_a_step_would(cls: Any, wrong: dict[str, Any], message: str) -> None:
+    optimizer = cls(params_of())
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(wrong)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == before
+
+
+def test_sgd_rejects_a_state_dict_of_rmsprop() -> None:
+    params = params_of()
+    rmsprop = torch.optim.RMSprop(params, momentum=0.9)
+    train(rmsprop, params, [0])
+    with pytest.raises(ValueError, match="lacks dampening, nesterov"):
+        FusedSGD(params_of(), momentum=0.9).load_state_dict(rmsprop.state_dict())
+
+
+def test_groups_of_another_algorithm_join_zero(one_rank: Any) -> None:
+    """With the defaults of their own algorithm, as in the optimizer that is not sharded."""
+    for partition in ("greedy", "balanced"):
+        first, second = params_of()[:2]
+        sharded = ZeroRedundancyOptimizer([first], FusedAdamW, lr=0.1, partition=partition)
+        plain = FusedAdamW([copy.deepcopy(first)], lr=0.1)
+        for algorithm, param in (("lion", second), ("adam", nn.Parameter(torch.ones(3)))):
+            sharded.add_param_group({"params": [param], "algorithm": algorithm})
+            plain.add_param_group({"params": [copy.deepcopy(param)], "algorithm": algorithm})
+        pairs = zip(sharded.param_groups, plain.param_groups, strict=True)
+        for ours, expected in pairs:
+            assert {k: v for k, v in ours.items() if k != "params"} == {
+                k: v for k, v in expected.items() if k != "params"
+            }
+
+
+def test_a_digest_reads_weights_before_the_first_step() -> None:
+    params, others = params_of(), params_of()
+    with torch.no_grad():
+        others[1][3] += 1
+    assert not same_bits_of(FusedSGD(params), FusedSGD(others))
+    assert same_bits_of(FusedSGD(params), FusedSGD(params_of()))
+    with pytest.raises(TypeError, match="expected an optimizer or an iterable of tensors"):
+        digest(params[0])
+
+
+def same_bits_of(a: FusedOptimizer, b: FusedOptimizer) -> bool:
+    return bool(digest(a).equal(digest(b)))

@@ -88,15 +88,16 @@ def test_any_flipped_bit_shows(way: str) -> None:
     assert digest([torch.ones(3)] * 2).unique().numel() == 2
 
 
-def test_parameters_without_state_have_no_digest() -> None:
-    params = make_params(((3,), (4,), (5,)))
+def test_parameters_without_state_have_a_digest_if_they_are_trained() -> None:
+    params = make_params(((3,), (4,), (5,), (6,)))
     optimizer = OURS["AdamW"](params)
-    assert digest(optimizer).numel() == 0
+    params[3].requires_grad_(False)
+    assert unsigned(digest(optimizer)) == [expected_digest(i, params[i], {}) for i in range(3)]
     set_gradients(params)
-    params[1].grad = None
+    params[1].grad = params[3].grad = None
     optimizer.step()
     assert unsigned(digest(optimizer)) == [
-        expected_digest(i, params[i], optimizer.state[params[i]]) for i in (0, 2)
+        expected_digest(i, params[i], optimizer.state.get(params[i], {})) for i in range(3)
     ]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.optim.options import (
     CONFIGURED,
+    DECAY,
     DEFAULTS,
     StepArguments,
     StepOptions,
@@ -29,9 +30,10 @@ def adam(**options: Any) -> FusedAdam:
 @pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
 def test_signatures_show_every_option(cls: type[FusedAdam]) -> None:
     shown = inspect.signature(cls).parameters
-    assert get_type_hints(StepArguments).keys() == DEFAULTS.keys()
-    assert {name: shown[name].default for name in DEFAULTS} == DEFAULTS
-    assert {shown[name].kind for name in DEFAULTS} == {inspect.Parameter.KEYWORD_ONLY}
+    every = DECAY | DEFAULTS
+    assert get_type_hints(StepArguments).keys() == every.keys()
+    assert {name: shown[name].default for name in every} == every
+    assert {shown[name].kind for name in every} == {inspect.Parameter.KEYWORD_ONLY}
     assert "options" not in shown
 
 
