@@ -430,6 +430,8 @@ def test_schedule_of_jobs(run: Run, tmp_path: Path) -> None:
     assert float(rows[4][1]) == pytest.approx(2e-3 * lr_factor(
         3, warmup_steps=4, stable_steps=0, decay_steps=4, generation=1
     ))  # fmt: skip
+    job.write_text(job.read_text().replace("steps = 4", "steps = 4\ntotal_steps = 6"))
+    assert len(run("schedule", "--config", job, "--csv", "-").splitlines()) == 7
     assert rows[-1][1] == ""
 
 

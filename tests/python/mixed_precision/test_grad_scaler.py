@@ -476,3 +476,24 @@ def test_copied_parameters_do_not_matter() -> None:
     others = copy_params(params)
     trace = drive(scaler, FusedAdamW(others), others, [False, True])
     assert [float.fromhex(scale) for scale, _ in trace] == [2.0**11, 2.0**10]
+
+
+def test_a_scaler_in_use_loads_the_count_of_overflows() -> None:
+    """The next overflow then lowers the scale as in the scaler that was saved."""
+    scalers = [GradScaler("cpu", init_scale=4.0, hysteresis=3) for _ in range(2)]
+    for scaler, overflows in zip(scalers, (2, 0), strict=True):
+        params = make_params()
+        optimizer = FusedAdamW(params)
+        for step in range(3):
+            scaler.scale(torch.ones(1))
+            set_gradients(params, seed=step)
+            if step < overflows:
+                params[0].grad[0, 0] = torch.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    scalers[1].load_state_dict(scalers[0].state_dict())
+    params[0].grad[0, 0] = torch.inf  # type: ignore[index]
+    scalers[1].scale(torch.ones(1))
+    scalers[1].step(optimizer)
+    scalers[1].update()
+    assert scalers[1].get_scale() == 2.0

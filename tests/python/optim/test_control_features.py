@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import ops
+from torchopt_ext import FusedAdamW, ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import fused_step
 from torchopt_ext.optim import step as step_module
@@ -28,6 +28,7 @@ from .subject import (
     set_gradients,
     snapshot,
     through_file,
+    train,
 )
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -532,3 +533,15 @@ def test_a_loss_scale_that_cannot_be_followed_is_refused(wrong: dict[str, Any]) 
         optimizer.set_loss_scale(**{"init_scale": 8.0, **wrong})
     assert snapshot(optimizer) == before
     assert optimizer.control.loss_scale == 1.0
+
+
+def test_a_schedule_multiplies_a_tensor_lr() -> None:
+    rate = torch.tensor(0.1)
+    param_lists = [make_params() for _ in range(3)]
+    optimizers = [FusedAdamW(p, lr=lr) for p, lr in zip(param_lists, (rate, 0.1, 0.1), strict=True)]
+    optimizers[1].param_groups[0]["lr"] = rate.item()
+    for optimizer in optimizers[:2]:
+        optimizer.set_schedule(warmup_steps=4, stable_steps=0, decay_steps=3)
+    train(optimizers, param_lists, 6)
+    for with_tensor, with_number, without in zip(*param_lists, strict=True):
+        assert bits(with_tensor) == bits(with_number) != bits(without)

@@ -522,3 +522,19 @@ def test_complex_parameters_take_no_codes() -> None:
     match = "which the parameter cannot have here; `python -m torchopt_ext convert`"
     with pytest.raises(ValueError, match=match):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("shape", [(5, 100), (3, 70), (9, 300), (2, 64)])
+def test_gradients_are_written_back(shape: tuple[int, ...]) -> None:
+    """Also those of the groups that end a row, which have less than 64 elements."""
+    found = []
+    for dtype in ("int8", None):
+        (param,) = params(torch.float32, shape)
+        param.grad = gradients(*shape, seed=0, dtype=torch.float32)
+        FusedAdamW(
+            [param], LR, max_grad_norm=1e-3, state_dtype=dtype, fp32_moments=(),
+            write_back_gradients=True,
+        ).step()  # fmt: skip
+        found.append(param.grad)
+    assert found[0].norm() < 2e-3
+    assert torch.equal(*found)

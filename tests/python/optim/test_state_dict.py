@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 
 from .subject import (
@@ -305,3 +306,19 @@ def test_bad_state_dict_changes_nothing(kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.01
     train([optimizer, same], [params, reference], 2, first_seed=2)
     assert_same_bits(params, reference)
+
+
+def test_a_loaded_group_has_options_of_its_own() -> None:
+    """What happens to the dict afterwards changes nothing."""
+    params = make_params()
+    optimizer = FusedAdamW(params)
+    saved = deepcopy(optimizer.state_dict())
+    saved["param_groups"][0] |= {"betas": [0.5, 0.75], "lr": torch.tensor(0.25), "mine": [1]}
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["betas"][0] = 0.125
+    saved["param_groups"][0]["lr"].fill_(7.0)
+    saved["param_groups"][0]["mine"].append(2)
+    group = optimizer.param_groups[0]
+    assert list(group["betas"]) == [0.5, 0.75]
+    assert group["lr"].item() == 0.25
+    assert group["mine"] == [1]

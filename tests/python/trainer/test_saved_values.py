@@ -78,3 +78,10 @@ def test_lack_of_memory_says_nothing_about_a_state(
             saved_values.divided({1, 2}, "state")
         with pytest.raises(error, match="no room"):
             saved_values.unpacked(data, "state")
+
+
+@pytest.mark.parametrize("value", [("text", 3), {"a": ("text", {"b": 1})}, [("x", [1, 2])]])
+def test_tuples_of_a_text_and_a_value_come_back(value: Any) -> None:
+    """The form of a value that is saved whole is such a tuple, too."""
+    assert saved_values.restored(saved_values.divided(value, "state")) == value
+    assert saved_values.restored(saved_values.undivided(value, "state")) == value
