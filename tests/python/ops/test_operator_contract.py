@@ -525,3 +525,11 @@ def test_compile_traces_one_graph(dtype: torch.dtype, backend: str) -> None:
         assert torch.equal(total, compiled_step(eager, ops.new_accumulator(), controls[1], steps))
     for a, b in zip(everything(ours), everything(eager), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
+def test_adam_refuses_states_of_different_dtypes(name: str) -> None:
+    lists = adam_lists(amsgrad=True)
+    lists[name][1] = lists[name][1].bfloat16()
+    with refused(everything(lists), "dtype|BFloat16", r"\b1\b"):
+        call(lists)
