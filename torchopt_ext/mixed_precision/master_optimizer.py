@@ -167,7 +167,7 @@ class MasterOptimizer(FusedSGD):
         try:
             self._begin_step(context)
             control, accumulator = self._block(device)
-            plan.accumulate(0, accumulator.zero_())
+            self.accumulate(0, accumulator.zero_())
             ops.control_update_(control, accumulator, *self._scaler_tensors(context, device))
             self._norm_measured = True
             self.update()
