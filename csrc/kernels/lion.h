@@ -29,7 +29,7 @@ struct Lion {
       {.layout = {DType::kFloat64, DType::kFloat64, DType::kFloat64, Master::kNone, 1},
        .write_back = true,
        .width = 2,
-       .blocks = 4},
+       .blocks = 3},
       {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kBFloat16, Master::kNone, 1},
        .blocks = 4},
       {.layout = {DType::kBFloat16, DType::kBFloat16, DType::kFloat32, Master::kFloat32, 1},
