@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchopt_ext import _C, ops
+from torchopt_ext import _C
 from torchopt_ext._arguments import restored_if_raised
 from torchopt_ext.optim import FusedSGD
 from torchopt_ext.optim.context import StepContext
@@ -165,11 +165,9 @@ class MasterOptimizer(FusedSGD):
             return False
         plan = self.collect().plan
         try:
-            self._begin_step(context)
-            control, accumulator = self._block(device)
-            self.accumulate(0, accumulator.zero_())
-            ops.control_update_(control, accumulator, *self._scaler_tensors(context, device))
-            self._norm_measured = True
+            accumulator = self._block(device)[1].zero_()
+            self.accumulate(0, accumulator)
+            self.decide({device: accumulator}, context)
             self.update()
         finally:
             plan.release()

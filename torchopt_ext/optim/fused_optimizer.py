@@ -94,8 +94,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
     def __init__(
         self, params: Iterable[Any], *, algorithm: str = "adamw", **arguments: Any
     ) -> None:
-        names = (DECAY | DEFAULTS).keys() & arguments.keys()
-        options = {name: arguments.pop(name) for name in names}
+        options = {name: arguments.pop(name) for name in DEFAULTS.keys() & arguments.keys()}
         known = [*keys_of(algorithm), *DEFAULTS]
         reject_unknown(arguments, known, f"{type(self).__name__} with algorithm {algorithm!r}")
         self._build(params, defaults_of(algorithm) | arguments, options)
@@ -104,9 +103,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
         self, params: Iterable[Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         """Builds the optimizer from the default of each key of a group, and other options."""
-        of_decay = {name: options[name] for name in DECAY.keys() & options.keys()}
-        check_values({**defaults, **of_decay})
-        defaults = {**defaults, **{name: value for name, value in of_decay.items() if value}}
+        defaults = {**defaults, **{key: options[key] for key in DECAY.keys() & options.keys()}}
+        check_values(defaults)
+        defaults = {key: value for key, value in defaults.items() if value or key not in DECAY}
         chosen = StepOptions.of(type(self), {k: v for k, v in options.items() if k not in DECAY})
         self._storage = Storage(chosen.master_weights, chosen.state_dtype)
         names = tuple(i if isinstance(i, str) else "a parameter" for i in chosen.fp32_moments)
@@ -203,7 +202,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         with restored_if_raised([param_group], self):
-            with having_defaults(self, self._defaults_of_new(param_group)):
+            with having_defaults(self, self.defaults_of_new(param_group)):
                 super().add_param_group(param_group)
             group = self.param_groups[-1]
             if group.get("decay_follows_lr") is True:
@@ -214,7 +213,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             self._look_at_new_params()
         _holders[id(self.param_groups[-1]["params"])] = self
 
-    def _defaults_of_new(self, group: Any) -> dict[str, Any]:
+    def defaults_of_new(self, group: Any) -> dict[str, Any]:
         """Returns the default of each key that a new group gets.
 
         Raises:

@@ -211,10 +211,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
         with restored_if_raised([], self):
             with fail_together(self.process_group):
-                of_group = self.defaults
-                if self.local.is_fused and isinstance(param_group, dict):
-                    of_group = self.local.fused.defaults_for(param_group)
-                with having_defaults(self, of_group):
+                fused = self.local.fused if self.local.is_fused else None
+                defaults = fused.defaults_of_new(param_group) if fused else self.defaults
+                with having_defaults(self, defaults):
                     super().add_param_group({**param_group})
                 group = self.param_groups[-1]
                 self.params.check_dense(self._allow_mixed_dtypes)
