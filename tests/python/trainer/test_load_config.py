@@ -107,11 +107,11 @@ def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
     kinds = settings_of(Theirs)
     for name in ("job.config_file", "job.custom_config_module", "experimental.custom_args_module"):
         del kinds[name]
-    for name, kind in settings_of(
-        JobConfig
-    ).items():  # torchtitan does not check some of its choices
-        if get_origin(kind) is Literal and kinds.get(name) is str:
-            kinds[name] = kind
+    for name, kind in settings_of(JobConfig).items():
+        # torchtitan does not check some of its choices, and has some that are not offered here
+        if get_origin(kind) is Literal and name in kinds:
+            theirs = get_args(kinds[name]) or get_args(kind)
+            kinds[name] = Literal[tuple(value for value in get_args(kind) if value in theirs)]
     for name in ("quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
         kinds[name] = list[str]
 
