@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.collective import fail_together, raise_together
 from torchopt_ext.statedict.dcp import Reader, group_of, load, storable
+from torchopt_ext.statedict.folders import publish, recover
 
 if TYPE_CHECKING:
     from torchopt_ext.mixed_precision.fsdp_optimizer import FSDPadaptOptimizer
 
 KEY = "optimizer"
-OWN_FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp|_rank\d+")
-SAVING, PREVIOUS = ".saving", ".previous"
+CHECKPOINT_FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp|_rank\d+")
+SAVING = ".saving"
 
 
 def save_checkpoint(
@@ -71,7 +72,7 @@ def save_checkpoint(
     raise_together(error, group)
     with fail_together(group):
         if rank == 0:
-            replace(folder, saving)
+            publish(saving, folder)
 
 
 def reject_other_files(folder: Path) -> None:
@@ -79,7 +80,7 @@ def reject_other_files(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file")
     files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    others = [name for name in files if not OWN_FILES.fullmatch(name)]
+    others = [name for name in files if not CHECKPOINT_FILES.fullmatch(name)]
     if ".metadata" in files:
         entries = Reader(folder).read_metadata().state_dict_metadata
         others += [name for name in entries if not name.startswith(f"{KEY}.")]
@@ -124,20 +125,3 @@ def load_checkpoint(
         load_checked = optimizer.prepare_load(states)
     with fail_together(group):
         load_checked()
-
-
-def replace(folder: Path, saving: Path) -> None:
-    """Replaces ``folder`` by a finished checkpoint."""
-    previous = folder.with_name(folder.name + PREVIOUS)
-    shutil.rmtree(previous, ignore_errors=True)
-    if folder.exists():
-        folder.rename(previous)
-    saving.rename(folder)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """Restores the old checkpoint if the job died between the two renames of :func:`replace`."""
-    previous = folder.with_name(folder.name + PREVIOUS)
-    if previous.exists() and not folder.exists():
-        previous.rename(folder)
