@@ -16,6 +16,7 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from multiprocessing import connection, get_context
+from pathlib import Path
 from typing import IO, Any
 
 import torch._dynamo  # the first optimizer would import it
@@ -67,6 +68,9 @@ def run(script: str, arguments: list[str], ranks: int, seconds: float) -> tuple[
 
 
 if __name__ == "__main__":
+    sys.path.append(
+        str(Path(__file__).parents[2])
+    )  # last: `import torchopt_ext` takes the built one
     for preloaded in sys.argv[1:]:
         with redirect_stdout(sys.stderr):  # stdout is for answers only
             runpy.run_path(preloaded)

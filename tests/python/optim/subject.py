@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,15 +17,23 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from ...support.compare import assert_same_bits as assert_same_bits
+from ...support.compare import bits as bits
+from ...support.compare import snapshot as snapshot
+from ...support.problems import copy_params as copy_params
+from ...support.problems import make_params
+from ...support.problems import set_gradients as set_gradients
+from ...support.problems import small_model as small_model
+from ...support.problems import through_file as through_file
+from ...support.ways import OURS as ALL
+from ...support.ways import TORCH
+from ...support.ways import each_class as each_class
 
-OURS = {"Adam": FusedAdam, "AdamW": FusedAdamW}
-TORCH = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-NAMES = tuple(OURS)
+NAMES = ("Adam", "AdamW")
+OURS = {name: ALL[name] for name in NAMES}
 
 CASE = TestCase()  # torch's comparison of nested containers, and its tolerances per dtype
 assert_equal_nested = functools.partial(CASE.assertEqual, rtol=0, atol=0)
-each_class = pytest.mark.parametrize("name", NAMES)
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
@@ -79,32 +86,6 @@ class Regression:
         return loss
 
 
-def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
-
-
-def make_params(
-    shapes: Iterable[tuple[int, ...]] = ((3, 4), (7,), (), (2, 3, 5)),
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-
-
-def copy_params(params: Iterable[Tensor]) -> list[nn.Parameter]:
-    return [nn.Parameter(p.detach().clone()) for p in params]
-
-
-def set_gradients(*param_lists: Iterable[Tensor], seed: int = 0, scale: float = 1.0) -> None:
-    """Gives every list of parameters the same random gradients."""
-    for params in param_lists:
-        generator = torch.Generator().manual_seed(seed)
-        for p in params:
-            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
-
-
 def train(
     optimizers: list[torch.optim.Optimizer],
     param_lists: list[list[nn.Parameter]],
@@ -120,38 +101,9 @@ def train(
         each_step()
 
 
-def through_file(state_dict: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def bits(tensor: Tensor) -> bytes:
-    """Returns the tensor's bytes, so that NaN and signed zeros compare too."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def snapshot(optimizer: torch.optim.Optimizer) -> list[bytes]:
-    """Returns every byte of parameters and per-parameter state, in a fixed order."""
-    content: list[bytes] = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            content.append(bits(p))
-            state = optimizer.state.get(p, {})
-            names = sorted(name for name, value in state.items() if isinstance(value, Tensor))
-            content += [name.encode() + bits(state[name]) for name in names]
-    return content
-
-
 def assert_close_to_torch(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> None:
     """Asserts equality up to rounding, as torch's kernels round in a different order."""
     for mine, theirs in zip(ours, reference, strict=True):
         wide = mine.dtype in (torch.float32, torch.float64)
         rtol, atol = (2e-6, 1e-7) if wide else (1e-2, 5e-3)
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
-
-
-def assert_same_bits(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> None:
-    for index, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
-        assert bits(mine) == bits(theirs), f"tensor {index}: {mine} and {theirs}"
