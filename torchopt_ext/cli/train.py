@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from torchopt_ext.trainer.checkpoint_files import steps
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.failures import record
-from torchopt_ext.trainer.load_config import load_config
-from torchopt_ext.trainer.supported import check_supported
+from torchopt_ext.trainer.load_config import check_supported, load_config
+from torchopt_ext.trainer.process import record
 from torchopt_ext.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)

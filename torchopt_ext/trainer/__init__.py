@@ -5,15 +5,16 @@ from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.data import build_dataloader, register_dataset
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.metrics import MetricsProcessor
-from torchopt_ext.trainer.model_converter import ModelConverter, register_model_converter
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import parallelize
 from torchopt_ext.trainer.pipeline import pipeline
 from torchopt_ext.trainer.train_spec import (
     BaseModelArgs,
+    ModelConverter,
     TrainSpec,
     apply_to_train_specs,
     get_train_spec,
+    register_model_converter,
     register_train_spec,
 )
 from torchopt_ext.trainer.trainer import Trainer

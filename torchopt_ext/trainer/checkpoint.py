@@ -24,11 +24,10 @@ from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import MANIFEST, Manifest
-from torchopt_ext.trainer.checkpoint_writer import Planner, Writer
+from torchopt_ext.trainer.checkpoint_writer import Planner, Staged, Writer
 from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
 from torchopt_ext.trainer.distributed import DTYPES, seed_generators
 from torchopt_ext.trainer.export import export_safetensors
-from torchopt_ext.trainer.staging import Staged
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +94,10 @@ class CheckpointManager:
                 "checkpoint.async_mode is 'async_with_pinned_mem', which copies from a GPU to the "
                 "host, but the model is on the host: set 'async'"
             )
-        known = [*self._states, MODEL, DATALOADER, RNG, TORCHFT]
-        if unknown := [key for key in config.exclude_from_loading if key not in known]:
+        keys = [*self._states, MODEL, DATALOADER, RNG, TORCHFT]
+        if unknown := [key for key in config.exclude_from_loading if key not in keys]:
             raise ValueError(
-                f"checkpoint.exclude_from_loading has {unknown}, expected some of {known}"
+                f"checkpoint.exclude_from_loading has {unknown}, expected some of {keys}"
             )
         self._group: Any = None
         self._rank, self._ranks = 0, 1
@@ -107,20 +106,19 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo")
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         layout = states_of.layout(job_config.parallelism, self._ranks)
-        self._own: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
+        self._positions: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
         if dataloader is not None:
-            self._own[DATALOADER] = states_of.DataPosition(dataloader)
+            self._positions[DATALOADER] = states_of.DataPosition(dataloader)
         if self._manager is not None:
             # Its steps: groups of which only some have the checkpoint would all be at step 0, and
             # torchft would choose whose weights to keep without regard to the loaded ones.
-            self._own[TORCHFT] = self._manager
+            self._positions[TORCHFT] = self._manager
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
         self._delayed = False  # whether skipped steps delay a periodic save
         self._dropped_keys: set[str] = set()  # keys that checkpoints leave out
         self._resumed_step: int | None = None  # load_step, until the first save
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._remover = ThreadPoolExecutor(1, "checkpoint-removal")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._staged: Staged | None = None
         self._lock: IO[str] | None = None
@@ -158,7 +156,6 @@ class CheckpointManager:
         """
         if not self.is_due(curr_step, force):
             return
-        begin = time.monotonic()
         self._finish_pending(raises=True)
         if not force and curr_step != 1:
             self._delayed = any(self._everyones(skipping, "whether a save is due"))
@@ -167,7 +164,7 @@ class CheckpointManager:
         last = force and (ended or curr_step >= self._last_step)
         model_only = curr_step == 0 or (last and self._config.model_weights_only)
         if model_only or self._done != curr_step:
-            self._start(curr_step, "model" if model_only else "full", last, force, begin)
+            self._start(curr_step, "model" if model_only else "full", last, force)
         if last and curr_step and self._config.export_safetensors:
             with fail_together(self._group):
                 if self._rank == 0:
@@ -183,9 +180,9 @@ class CheckpointManager:
         first = step == 1 and self._config.enable_first_step_checkpoint
         return force or first or self._delayed or step % self._config.interval == 0
 
-    def _start(self, step: int, contents: str, last: bool, force: bool, begin: float) -> None:
+    def _start(self, step: int, contents: str, last: bool, force: bool) -> None:
         """Writes a checkpoint, or lets a thread write it. All ranks succeed, or all ranks raise."""
-        now = force or self._config.async_mode == "disabled"
+        begin, now = time.monotonic(), force or self._config.async_mode == "disabled"
         unfit: Exception | None = None
         state: Any = None
         try:
@@ -207,7 +204,7 @@ class CheckpointManager:
             if now:
                 self._write(step, contents, state, begin)
             else:
-                self._pending = step, self._writer.submit(self._write, step, contents, state, begin)
+                self._pending = step, self._thread.submit(self._write, step, contents, state, begin)
         except RuntimeError as error:
             if force or step == 1:
                 raise
@@ -216,22 +213,20 @@ class CheckpointManager:
     def _state(self, contents: str, exported: bool) -> dict[str, Any]:
         """Returns the contents of a checkpoint by key, with live tensors."""
         model = states_of.model_state(self._model_parts)
-        rest = {} if contents == "model" else self._states | self._own
-        if both := sorted(model.keys() & rest.keys()):
+        owners = {} if contents == "model" else self._states | self._positions
+        if both := sorted(model.keys() & owners.keys()):
             raise ValueError(f"the model has {both}, which are keys of other entries")
-        if contents == "model" and exported and (dtype := self._export_dtype):
-            for name, value in model.items():
-                if torch.is_tensor(value) and value.is_floating_point():
-                    model[name] = value.to(dtype)
-        # What get_extra_state returns may have other items in the model that loads it.
-        state = {
-            name: value if torch.is_tensor(value) else saved_values.undivided(value, name)
-            for name, value in model.items()
-        }
-        for key, owner in rest.items():
+        state: dict[str, Any] = {}
+        for name, value in model.items():
+            if not torch.is_tensor(value):
+                # What get_extra_state returns may have other items in the model that loads it.
+                value = saved_values.undivided(value, name)
+            elif contents == "model" and exported and value.is_floating_point():
+                value = value.to(self._export_dtype or value.dtype)
+            state[name] = value
+        for key, owner in owners.items():
             try:
-                own = owner.state_dict()
-                state[key] = saved_values.divided(own, key, strict=key == OPTIMIZER)
+                state[key] = saved_values.divided(owner.state_dict(), key, strict=key == OPTIMIZER)
             except (TypeError, ValueError) as error:
                 if key not in self._config.exclude_from_loading:
                     raise
@@ -266,7 +261,7 @@ class CheckpointManager:
                 no_dist=self._group is None,
             )
             every = self._everyones(writer.fs.written, "listing a checkpoint's files")
-            written = {name: file for own in every for name, file in own.items()}
+            written = {name: file for of_rank in every for name, file in of_rank.items()}
             manifest = Manifest(step=step, contents=contents, files=written)
             with fail_together(self._group):
                 if self._rank == 0:
@@ -302,7 +297,7 @@ class CheckpointManager:
             return
         try:
             for removing in files.set_aside_old(self.folder, keep, self._refused):
-                self._remover.submit(shutil.rmtree, removing, ignore_errors=True)
+                self._thread.submit(shutil.rmtree, removing, ignore_errors=True)
         except OSError as error:  # the next save tries again
             logger.warning("removing old checkpoints of %s: %s", self.folder, error)
 
@@ -321,8 +316,7 @@ class CheckpointManager:
         if not self._enabled:
             return
         self._finish_pending(raises=False)
-        self._writer.shutdown()
-        self._remover.shutdown()
+        self._thread.shutdown()
         if self._lock is not None:
             self._lock.close()
 
@@ -375,11 +369,11 @@ class CheckpointManager:
         """Returns the checkpoint that `load` loads, and whether only its model is loaded."""
         if step != -1:
             return self._checked(self.folder / f"step-{step}", step, step == 0)
+        candidates = files.by_preference(self.folder)
+        listed = [s for s in candidates if (self.folder / f"step-{s}" / MANIFEST).exists()]
+        candidates, listed = self._everyones([candidates, listed], "choosing a checkpoint")[0]
         refused = []
-        found = files.by_preference(self.folder)
-        listed = [s for s in found if (self.folder / f"step-{s}" / MANIFEST).exists()]
-        found, listed = self._everyones([found, listed], "choosing a checkpoint")[0]
-        for candidate in found:
+        for candidate in candidates:
             checkpoint = self.folder / f"step-{candidate}"
             problem = self._problem(checkpoint, candidate, candidate == 0)
             if not problem and listed and candidate not in listed:
@@ -415,77 +409,68 @@ class CheckpointManager:
     def _problem(self, checkpoint: Path, step: int | None, model_only: bool) -> str:
         """Describes what is wrong, with the same text on all ranks. Each rank checks some files."""
         try:
-            wrong = files.problems(checkpoint, step, self._rank, self._ranks)
+            problems = files.problems(checkpoint, step, self._rank, self._ranks)
             if not model_only and files.contents_of(checkpoint) == "model":
-                wrong.append(
+                problems.append(
                     "it has the model only, from which a job can start by initial_load_path with "
                     "initial_load_model_only"
                 )
         except (ValueError, OSError) as error:
-            wrong = [str(error)]
+            problems = [str(error)]
         try:
-            raise_together("; ".join(wrong) or None, self._group, ValueError)
+            raise_together("; ".join(problems) or None, self._group, ValueError)
         except ValueError as error:
             return str(error)
         return ""
 
     def _load(self, checkpoint: Path, model_only: bool) -> None:
         excluded = () if model_only else self._config.exclude_from_loading
-        asked = states_of.settings(self._states)
+        configured = states_of.settings(self._states)
+        owners = {} if model_only else self._states | self._positions
+        rest = {key: owner for key, owner in owners.items() if key not in excluded}
+        optimizer = {OPTIMIZER: rest.pop(OPTIMIZER)} if OPTIMIZER in rest else {}
         reader = dcp.Reader(checkpoint)
         with as_config_error(), fail_together(self._group):
             metadata = reader.read_metadata()
             model = {} if MODEL in excluded else states_of.model_state(self._model_parts)
             model = states_of.model_to_load(model, metadata, checkpoint)
-            rest = {} if model_only else self._states | self._own
-            rest = {key: value for key, value in rest.items() if key not in excluded}
-            own = {key: rest[key] for key in self._own if key in rest}
-            # All ranks' data positions: another number of ranks may need, or reject, them.
-            found: dict[str, Any] = {key: {} for key in own}
-            for path in (metadata.planner_data or {}).values():
-                if path[0] in own and len(path) > 1:
-                    found[str(path[0])][str(path[1])] = None
-            if RNG in own:
-                found[RNG] = {name: None for name in found[RNG] if name in own[RNG].names}
-            plain = {key: rest[key] for key in rest if key not in (*own, OPTIMIZER)}
-            for key, owner in plain.items():
-                found[key] = saved_values.state_to_load(owner.state_dict(), key, metadata)
+            live = {key: owner.state_dict() for key, owner in rest.items() if key in self._states}
+            states = states_of.states_to_load(rest.keys(), live, metadata, checkpoint)
         if model:
-            here = {name for own in self._everyones([*model], "comparing models") for name in own}
-            others = sorted(states_of.model_tensors(metadata).keys() - here)
+            names = {n for each in self._everyones([*model], "comparing models") for n in each}
+            others = sorted(states_of.model_tensors(metadata).keys() - names)
             if self._rank == 0 and others:
                 text = "%s has entries that the job's model lacks, and that are not loaded: %s"
                 logger.warning(text, checkpoint, states_of.some(others))
-        wanted = model | rest | found
+        loaded = model | optimizer | states
         alone = self._group is None
         with as_config_error():  # such as groups that the checkpoint's settings do not fit
-            dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=alone)
+            dcp.load(loaded, storage_reader=reader, process_group=self._group, no_dist=alone)
         with fail_together(self._group):
             if model:
-                states_of.set_model_state(self._model_parts, wanted)
-            for key, owner in plain.items():
-                owner.load_state_dict(saved_values.restored(wanted[key]))
-            if OPTIMIZER in rest and LR_SCHEDULER not in rest:
+                states_of.set_model_state(self._model_parts, loaded)
+            fits = {
+                key: owner.load_state_dict(saved_values.restored(loaded[key]))
+                for key, owner in rest.items()
+                if key != TORCHFT or loaded[key]  # a job without fault tolerance saves none
+            }
+            if optimizer and LR_SCHEDULER not in rest:
                 # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
-            if DATALOADER in own:
-                own[DATALOADER].load_state_dict(wanted[DATALOADER])
-            if TORCHFT in own and wanted[TORCHFT]:  # a job without fault tolerance saves none
-                own[TORCHFT].load_state_dict(wanted[TORCHFT])
-            if RNG in own and not own[RNG].load_state_dict(wanted[RNG]):
+            if RNG in rest and not fits[RNG]:
                 # Equal on ranks with equal seeds, and different at each step.
                 seed_generators((torch.initial_seed() + files.step_of(checkpoint)) % 2**63)
                 if self._rank == 0:
                     text = "%s is of another layout of ranks: random numbers are seeded anew"
                     logger.warning(text, checkpoint)
-        pairs = dict.fromkeys(zip(states_of.settings(self._states), asked, strict=False))
-        replaced = [f"{here} instead of {wanted}" for here, wanted in pairs if here != wanted]
+        pairs = dict.fromkeys(zip(states_of.settings(self._states), configured, strict=False))
+        replaced = [f"{here} instead of {asked}" for here, asked in pairs if here != asked]
         if self._rank == 0 and replaced:
             text = "The settings of %s are kept, not the configuration's: %s"
             logger.warning(text, checkpoint, states_of.some(replaced))
         optimizers = self._states[OPTIMIZER]
-        if model and OPTIMIZER not in rest and hasattr(optimizers, "refresh_masters"):
+        if model and not optimizer and hasattr(optimizers, "refresh_masters"):
             optimizers.refresh_masters()  # those that exist are of the weights before
 
     def _everyones(self, value: Any, what: str) -> list[Any]:

@@ -20,23 +20,20 @@ from typing import IO, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchopt_ext.statedict import folders
 from torchopt_ext.statedict.dcp import Reader
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
+MANIFEST, METADATA = "manifest.json", ".metadata"
 ABANDONED = "abandoned"
 """A file that marks a checkpoint of an abandoned branch: an earlier checkpoint was loaded."""
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|replaced|removing)")
-_CHUNK = 1 << 22
 
 
 class File(TypedDict):
-    """Size in bytes and CRC-32 of a file."""
-
-    size: int
+    size: int  # in bytes
     crc32: int
 
 
@@ -55,44 +52,19 @@ def saving_folder(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Publishes the saved files as ``step-N``. An existing ``step-N`` is removed."""
-    step = manifest["step"]
-    saving, final = saving_folder(folder, step), folder / f"step-{step}"
+    """Publishes the saved files as ``step-N``, in place of an existing ``step-N``."""
+    saving = saving_folder(folder, manifest["step"])
     with open(saving / f"{MANIFEST}.tmp", "w") as stream:
         json.dump({"crc32": _crc32_of(manifest), "manifest": manifest}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(saving / f"{MANIFEST}.tmp", saving / MANIFEST)
-    _sync(saving)
-    _publish(saving, final)
+    folders.sync(saving)
+    folders.publish(saving, saving.with_suffix(""))
 
 
 def _crc32_of(manifest: Manifest) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _publish(saving: Path, final: Path) -> None:
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    try:
-        os.rename(saving, final)
-    except OSError:
-        if replaced.exists():
-            os.rename(replaced, final)
-        raise
-    _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Makes renames in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def set_aside_old(folder: Path, keep: int, refused: set[int]) -> Iterator[Path]:
@@ -119,16 +91,16 @@ def abandon(folder: Path, step: int) -> None:
 
     Warns of checkpoints that cannot be marked, so that no save fails because of them.
     """
-    for found in steps(folder):
-        mark = folder / f"step-{found}" / ABANDONED
+    for saved in steps(folder):
+        mark = folder / f"step-{saved}" / ABANDONED
         try:
-            if found == step:
+            if saved == step:
                 mark.unlink(missing_ok=True)
-            elif found > step:
+            elif saved > step:
                 mark.touch()
         except OSError as error:
             text = "Training went back to step %d, but step %d cannot be marked accordingly: %s"
-            logger.warning(text, step, found, error)
+            logger.warning(text, step, saved, error)
 
 
 def recover(folder: Path) -> IO[str] | None:
@@ -157,10 +129,10 @@ def recover(folder: Path) -> IO[str] | None:
         final = path.with_suffix("")
         saving = final.with_name(f"{final.name}.saving")
         if path == saving and (path / MANIFEST).exists() and not final.exists():
-            _publish(path, final)  # killed between two renames
-        elif path.suffix == ".replaced" and not (final.exists() or (saving / MANIFEST).exists()):
-            os.rename(path, final)
-        elif path.is_file():
+            folders.publish(path, final)  # killed between two renames
+        elif path.suffix == ".replaced" and not (saving / MANIFEST).exists():
+            folders.recover(final)
+        if path.is_file():
             path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -175,12 +147,15 @@ def steps(folder: Path) -> list[int]:
 
     Checkpoints that torch's own writer left incomplete are excluded: it writes ``.metadata`` last.
     """
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
-            found.append(int(match[1]))
-    return sorted(found, reverse=True)
+    return sorted(
+        (
+            int(match[1])
+            for path in (folder.iterdir() if folder.is_dir() else ())
+            if (match := _STEP.fullmatch(path.name))
+            and ((path / METADATA).exists() or (path / MANIFEST).exists())
+        ),
+        reverse=True,
+    )
 
 
 def by_preference(folder: Path) -> list[int]:
@@ -219,12 +194,12 @@ def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return too_short(checkpoint, Reader(checkpoint).read_metadata())
-    found = [f"{METADATA} is not in its manifest"] if METADATA not in manifest["files"] else []
+    wrong = [] if METADATA in manifest["files"] else [f"{METADATA} is not in its manifest"]
     if step is not None and manifest["step"] != step:
-        found.append(f"its manifest is of step {manifest['step']}")
-    mine = sorted(manifest["files"])[rank::ranks]
-    checked = (_file_problem(checkpoint / name, manifest["files"][name]) for name in mine)
-    return found + [problem for problem in checked if problem]
+        wrong.append(f"its manifest is of step {manifest['step']}")
+    share = sorted(manifest["files"])[rank::ranks]
+    checked = (_file_problem(checkpoint / name, manifest["files"][name]) for name in share)
+    return wrong + [problem for problem in checked if problem]
 
 
 def contents_of(checkpoint: Path) -> str:
@@ -248,7 +223,7 @@ def _file_problem(path: Path, expected: File) -> str:
             return f"{path.name} has {size} bytes, expected {expected['size']}"
         crc32 = 0
         with open(path, "rb", buffering=0) as stream:
-            while data := stream.read(_CHUNK):
+            while data := stream.read(1 << 22):
                 crc32 = zlib.crc32(data, crc32)
         if crc32 != expected["crc32"]:
             return f"{path.name} has CRC-32 {crc32:08x}, expected {expected['crc32']:08x}"
@@ -263,10 +238,10 @@ def too_short(checkpoint: Path, metadata: Metadata) -> list[str]:
     for stored in (metadata.storage_data or {}).values():
         end = stored.offset + stored.length
         ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    found = []
+    short = []
     for name, end in ends.items():
         path = checkpoint / name
         size = path.stat().st_size if path.is_file() else math.nan
         if not size >= end:
-            found.append(f"{name} has {size} bytes, expected {end} or more")
-    return found
+            short.append(f"{name} has {size} bytes, expected {end} or more")
+    return short

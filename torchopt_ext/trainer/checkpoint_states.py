@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,12 +16,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from torchopt_ext._torch import set_element
 from torchopt_ext.state.algorithms import HYPERS
 from torchopt_ext.state.entries import plain, unwrapped
 from torchopt_ext.trainer.config import ConfigError, Parallelism
 from torchopt_ext.trainer.parallel_dims import ParallelDims
-from torchopt_ext.trainer.saved_values import one_entry, packed, restored, unpacked
+from torchopt_ext.trainer.saved_values import (
+    entries_to_load,
+    one_entry,
+    packed,
+    restored,
+    unpacked,
+    without_entries,
+)
 
 
 def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
@@ -34,59 +40,67 @@ def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
     for part in model_parts:
         # As get_model_state_dict, which takes 60 us for each key and would delay a training step.
         inner = part.module if isinstance(part, DistributedDataParallel) else part
-        own = {unwrapped(name): value for name, value in inner.state_dict().items()}
-        if both := sorted(merged.keys() & own.keys()):
+        state = {unwrapped(name): value for name, value in inner.state_dict().items()}
+        if both := sorted(merged.keys() & state.keys()):
             raise ValueError(f"more than one model part has {both}")
-        merged |= own
+        merged |= state
     return merged
 
 
 def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None:
     """Loads each part's entries from `state`, live or in the form in which they were saved."""
     for part in model_parts:
-        own = {name: restored(state[name]) for name in get_model_state_dict(part)}
-        set_model_state_dict(part, own, options=StateDictOptions(strict=False))
+        entries = {name: restored(state[name]) for name in get_model_state_dict(part)}
+        set_model_state_dict(part, entries, options=StateDictOptions(strict=False))
 
 
 def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
     """Returns a model's state for DCP to load into, with non-tensor values as they were saved.
-
-    Checkpoints of torchtitan, and of this package's earlier format, split such values into several
-    entries. An empty dict then has no entry.
 
     Raises:
         ConfigError: The checkpoint at `where` is of another model. The message names entries that
             it lacks or has in another shape.
     """
     others = {name for name, value in live.items() if not torch.is_tensor(value)}
-    found: dict[str, Any] = {}
-    for name, path in (metadata.planner_data or {}).items():
-        if path[0] in others:
-            stored = metadata.state_dict_metadata.get(name)
-            value = None
-            if isinstance(stored, TensorStorageMetadata):
-                value = torch.empty(stored.size, dtype=stored.properties.dtype)
-            set_element(found, path, value)
-    empty = {name for name in others if isinstance(live[name], Mapping) and not live[name]}
-    missing = sorted(live.keys() - metadata.state_dict_metadata.keys() - found.keys() - empty)
-    problems = [f"it lacks {some(missing)}"] if missing else []
+    entries = entries_to_load(others, {}, metadata)
+    missing = live.keys() - metadata.state_dict_metadata.keys() - entries.keys()
+    missing -= without_entries(live).keys()
+    problems = [f"it lacks {some(sorted(missing))}"] if missing else []
     for name, stored in model_tensors(metadata).items():
         if torch.is_tensor(value := live.get(name)) and value.shape != stored.size:
             shapes = f"is {list(stored.size)}, the job's is {list(value.shape)}"
             problems.append(f"its {name} {shapes}")
     if problems:
         raise ConfigError(f"{where} is of another model: {some(problems)}")
-    return live | found
+    return live | entries
+
+
+def states_to_load(
+    keys: Set[str], live: Mapping[str, Mapping[str, Any]], metadata: Metadata, where: Any
+) -> dict[str, Any]:
+    """Returns the states at some keys for DCP to load into, as they were saved.
+
+    Raises:
+        ConfigError: The checkpoint at `where` lacks items of a live state. The message names them.
+    """
+    states: dict[str, Any] = {key: {} for key in keys} | entries_to_load(keys, live, metadata)
+    missing = []
+    for key, state in live.items():
+        states[key] = without_entries(state) | states[key]
+        missing += [f"{key}.{name}" for name in state if name not in states[key]]
+    if missing:
+        raise ConfigError(f"{where} lacks {some(missing)}")
+    return states
 
 
 def model_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Returns the saved model's tensors by name. Other objects' tensors have longer paths."""
-    found = {}
+    tensors = {}
     for name, path in (metadata.planner_data or {}).items():
         stored = metadata.state_dict_metadata[name]
         if len(path) == 1 and isinstance(stored, TensorStorageMetadata):
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
 def some(texts: Sequence[str]) -> str:
@@ -98,6 +112,15 @@ def some(texts: Sequence[str]) -> str:
 def layout(parallelism: Parallelism, ranks: int) -> str:
     """Returns the parallel degrees as text. Equal texts mean an equal division of work."""
     return json.dumps(ParallelDims.of(parallelism, ranks).degrees())
+
+
+def settings(states: Mapping[str, Any]) -> list[str]:
+    """Describes the settings of each parameter group that a checkpoint replaces."""
+    schedulers = getattr(states["lr_scheduler"], "schedulers", ())
+    texts = [f"lr {plain(lr)}" for scheduler in schedulers for lr in scheduler.base_lrs]
+    for group in getattr(states["optimizer"], "param_groups", ()):
+        texts += [f"{name} {plain(group.get(name))}" for name in sorted(HYPERS - {"lr"})]
+    return texts
 
 
 class DataPosition:
@@ -112,23 +135,12 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, bytes]:
         """Returns the packed state. Raises TypeError, naming a value that could not be loaded."""
-        packed_values = {}
-        for key, value in self._dataloader.state_dict().items():
-            packed_values[str(key)] = packed(one_entry(value, f"dataloader.{key}"))
-        return packed_values
+        state = self._dataloader.state_dict()
+        return {str(k): packed(one_entry(value, f"dataloader.{k}")) for k, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        found = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
-        self._dataloader.load_state_dict(found)
-
-
-def settings(states: Mapping[str, Any]) -> list[str]:
-    """Describes the settings of each parameter group that a checkpoint replaces."""
-    schedulers = getattr(states["lr_scheduler"], "schedulers", ())
-    found = [f"lr {plain(lr)}" for scheduler in schedulers for lr in scheduler.base_lrs]
-    for group in getattr(states["optimizer"], "param_groups", ()):
-        found += [f"{name} {plain(group.get(name))}" for name in sorted(HYPERS - {"lr"})]
-    return found
+        values = {key: unpacked(data, f"dataloader.{key}") for key, data in state.items()}
+        self._dataloader.load_state_dict(values)
 
 
 class PeerState:
@@ -150,9 +162,6 @@ class PeerState:
 class RandomState:
     """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
 
-    Attributes:
-        names: the names of the entries to load, without other ranks'.
-
     Args:
         rank: the global rank.
         layout: the text of :func:`layout`. States of another layout are not loaded, because its
@@ -161,7 +170,6 @@ class RandomState:
 
     def __init__(self, rank: int, layout: str) -> None:
         self._key, self._layout = f"rank_{rank}", layout
-        self.names = ("layout", self._key)
 
     def state_dict(self) -> dict[str, Any]:
         return {"layout": self._layout, self._key: packed(generator_states())}

@@ -23,8 +23,7 @@ from torch.utils.data import (
 from torchopt_ext.trainer.checkpoint_states import generator_states, set_generator_states
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.distributed import seed_generators
-from torchopt_ext.trainer.extras import import_extra
-from torchopt_ext.trainer.registry import Registry
+from torchopt_ext.trainer.extras import Registry, import_extra
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 
 logger = logging.getLogger(__name__)

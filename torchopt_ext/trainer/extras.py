@@ -1,10 +1,12 @@
-"""Imports packages and modules that only some jobs need."""
+"""What only some jobs need: packages, modules, and what those modules register by name."""
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torchopt_ext.trainer.config import ConfigError
+
+Value = TypeVar("Value")
 
 
 class MissingExtra(ConfigError, ImportError):
@@ -12,11 +14,7 @@ class MissingExtra(ConfigError, ImportError):
 
 
 def import_extra(module: str, needed_by: str) -> Any:
-    """Imports a module of a package that the extra "trainer" installs.
-
-    Raises:
-        MissingExtra: The import fails. The message says what needs it and how to install it.
-    """
+    """Imports a module of a package that the extra "trainer" installs, or raises MissingExtra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -40,3 +38,28 @@ def import_custom(module: str) -> None:
             f"experimental.custom_import is {module!r}: there is no module {error.name!r} in the "
             f"current folder, {Path.cwd()}, in PYTHONPATH or installed"
         ) from error
+
+
+class Registry(Generic[Value]):
+    """The values of one kind by name. ``function`` of torchopt_ext.trainer adds one."""
+
+    def __init__(self, kind: str, function: str) -> None:
+        self._kind, self._function = kind, function
+        self.values: dict[str, Value] = {}
+
+    def add(self, name: str, value: Value) -> None:
+        """Adds a value. Raises ValueError if there is one of this name."""
+        if name in self.values:
+            raise ValueError(f"a {self._kind} named {name!r} is registered already")
+        self.values[name] = value
+
+    def get(self, name: str) -> Value:
+        """Returns the value of a name. If there is none, raises ConfigError."""
+        if name not in self.values:
+            registered = ", ".join(map(repr, sorted(self.values))) or "none"
+            raise ConfigError(
+                f"{self._kind} {name!r} is not registered (registered: {registered}): a module "
+                f"that experimental.custom_import names has to call torchopt_ext.trainer."
+                f"{self._function}; --config gives a job's file, such as examples/debug.toml"
+            )
+        return self.values[name]

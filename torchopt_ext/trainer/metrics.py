@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchopt_ext.trainer.config import JobConfig, os_error_as_config_error
-from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.distributed import choose_device
+from torchopt_ext.trainer.measures import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.metric_writers import (
     JsonLines,
     Lines,

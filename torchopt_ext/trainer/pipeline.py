@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism, expect_multiple
-from torchopt_ext.trainer.initial_weights import tied_names
 from torchopt_ext.trainer.parallel_dims import ParallelDims
-from torchopt_ext.trainer.parallelize import layers_of
+from torchopt_ext.trainer.parallelize import layers_of, tied_names
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle

@@ -8,19 +8,19 @@ import copy
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchopt_ext._torch import is_dtensor
+from torchopt_ext._torch import is_dtensor, set_element
 from torchopt_ext.statedict.dcp import INDEXED
 
 PLAIN = (bool, int, float, complex, str, type(None))
-_KNOWN = (Tensor, dict, list, tuple, OrderedDict, Counter)
+_LOADABLE = (Tensor, dict, list, tuple, OrderedDict, Counter)
 """Types that torch loads without running code of the file, if values have no attributes."""
 _WHOLE = "torchopt_ext.whole"
 """The first item of a tuple whose second item is a value that DCP would split."""
@@ -48,7 +48,7 @@ def divided(value: Any, where: str, *, strict: bool = False, nested: bool = Fals
     if not isinstance(value, Mapping):
         return one_entry(value, where)
     texts = all(issubclass(kind, str) for kind in {*map(type, value)})
-    if not strict and (not texts or (nested and bool(value) and _is_without_tensors(value))):
+    if not strict and (not texts or (nested and _is_without_tensors(value))):
         return undivided(value, where)
     for key in value:
         if not isinstance(key, str) and where.partition(".")[2] not in INDEXED:
@@ -84,7 +84,7 @@ def one_entry(value: Any, where: str) -> Any:
                 _check_loadable(key, f"the key {key!r} of {where}")
     if isinstance(value, Mapping) or type(value) in (list, tuple):
         value = _replaced(value, where, one_entry)
-    if type(value) not in _KNOWN or getattr(value, "__dict__", None):
+    if type(value) not in _LOADABLE or getattr(value, "__dict__", None):
         _check_loadable(value, where)
     return value
 
@@ -92,7 +92,7 @@ def one_entry(value: Any, where: str) -> Any:
 def _is_without_tensors(value: Any) -> bool:
     """Returns whether a value has no tensors, and no dicts of classes that cannot be saved."""
     if isinstance(value, Mapping):
-        return type(value) in _KNOWN and all(map(_is_without_tensors, value.values()))
+        return type(value) in _LOADABLE and all(map(_is_without_tensors, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_without_tensors, value))
     return not isinstance(value, Tensor)
@@ -107,13 +107,43 @@ def restored(value: Any) -> Any:
     return value
 
 
-def state_to_load(live: Any, where: str, metadata: Metadata) -> Any:
-    """Returns a job's state for DCP to load into, with None for values saved as one entry."""
-    if type(live) is not list and not isinstance(live, Mapping):
-        return live
-    if where in metadata.state_dict_metadata:
+def entries_to_load(keys: Set[str], live: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Returns the states that a checkpoint has at some keys, for DCP to load into.
+
+    Only a tensor that is divided among ranks is the live one; others are new, on the host.
+    """
+    states: dict[str, Any] = {}
+    for name, path in (metadata.planner_data or {}).items():
+        if path[0] not in keys:
+            continue
+        stored, value = metadata.state_dict_metadata.get(name), _at(live, path)
+        if type(value) is Tensor or not isinstance(value, Tensor):
+            value = None
+        if value is None and isinstance(stored, TensorStorageMetadata):
+            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+        set_element(states, path, value)
+    return states
+
+
+def _at(value: Any, path: tuple[str | int, ...]) -> Any:
+    """Returns a nested state's item, or None."""
+    try:
+        for key in path:
+            value = value[key]
+        return value
+    except (KeyError, IndexError, TypeError):
         return None
-    return _replaced(live, where, partial(state_to_load, metadata=metadata))
+
+
+def without_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the items of a state for which DCP saves nothing: empty dicts and lists of them."""
+
+    def is_saved(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(is_saved, value.values()))
+        return type(value) is not list or not value or any(map(is_saved, value))
+
+    return {name: value for name, value in state.items() if not is_saved(value)}
 
 
 def _replaced(value: Any, where: str, function: Callable[[Any, str], Any]) -> Any:

@@ -1,5 +1,9 @@
-"""TrainSpec: everything that the Trainer has to know about a model, and a registry by name."""
+"""TrainSpec: everything that the Trainer has to know about a model, and model converters.
 
+Both are registered by name.
+"""
+
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +15,11 @@ from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.containers.lr_schedulers import build_lr_schedulers
 from torchopt_ext.trainer.config import JobConfig
 from torchopt_ext.trainer.data import build_dataloader
+from torchopt_ext.trainer.extras import Registry
 from torchopt_ext.trainer.metrics import MetricsProcessor
 from torchopt_ext.trainer.optimizers import build_optimizers
-from torchopt_ext.trainer.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Computes a batch's mean loss from the model's output and the labels."""
@@ -38,6 +44,18 @@ class ModelProtocol(Protocol):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Initializes weights and buffers, which have memory but no values yet."""
+
+
+class ModelConverter(Protocol):
+    """Changes a model before it is parallelized (torchtitan/protocols/model_converter.py)."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: Any) -> None: ...
+
+    def convert(self, model: nn.Module) -> None:
+        """Changes the model in place."""
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Runs after every optimizer step, with the model parts."""
 
 
 def cross_entropy_loss(pred: Tensor, labels: Tensor) -> Tensor:
@@ -91,6 +109,7 @@ class TrainSpec:
 
 
 _TRAIN_SPECS = Registry[TrainSpec]("model", "register_train_spec")
+_CONVERTERS = Registry[type[ModelConverter]]("model converter", "register_model_converter")
 
 
 def register_train_spec(train_spec: TrainSpec) -> None:
@@ -106,3 +125,21 @@ def apply_to_train_specs(function: Callable[[TrainSpec], TrainSpec]) -> None:
     """Replaces every registered TrainSpec by `function(spec)`."""
     for name, spec in _TRAIN_SPECS.values.items():
         _TRAIN_SPECS.values[name] = function(spec)
+
+
+def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
+    """Registers a converter under a new name for `model.converters`."""
+    _CONVERTERS.add(name, converter_cls)
+
+
+def convert_model(
+    model: nn.Module, job_config: JobConfig, parallel_dims: Any
+) -> list[ModelConverter]:
+    """Applies the converters of `model.converters` in their order, and returns them."""
+    classes = [*map(_CONVERTERS.get, job_config.model.converters)]
+    converters = [converter(job_config, parallel_dims) for converter in classes]
+    for converter in converters:
+        converter.convert(model)
+    if job_config.model.print_after_conversion:
+        logger.info("Model after conversion:\n%s", model)
+    return converters

@@ -26,25 +26,20 @@ from torchopt_ext.trainer.config import (
     os_error_as_config_error,
 )
 from torchopt_ext.trainer.extras import import_custom
-from torchopt_ext.trainer.failures import record
-from torchopt_ext.trainer.forward_pass import ForwardPass
-from torchopt_ext.trainer.garbage import GarbageCollection
-from torchopt_ext.trainer.initial_weights import init_parts, tied_names
+from torchopt_ext.trainer.forward_pass import ForwardPass, Validator
+from torchopt_ext.trainer.load_config import check_supported
+from torchopt_ext.trainer.measures import OptimizerTime, SkippedSteps
 from torchopt_ext.trainer.metrics import MetricsProcessor
-from torchopt_ext.trainer.model_converter import convert_model
-from torchopt_ext.trainer.optimizer_time import OptimizerTime
 from torchopt_ext.trainer.optimizers import (
     build_for_stage,
     clips_in_step,
     gradient_accumulation_steps,
 )
 from torchopt_ext.trainer.parallel_dims import ParallelDims
+from torchopt_ext.trainer.parallelize import init_parts, tied_names
+from torchopt_ext.trainer.process import GarbageCollection, StopOnSignal, record
 from torchopt_ext.trainer.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchopt_ext.trainer.skips import SkippedSteps
-from torchopt_ext.trainer.stop import StopOnSignal
-from torchopt_ext.trainer.supported import check_supported
-from torchopt_ext.trainer.train_spec import TrainSpec, get_train_spec
-from torchopt_ext.trainer.validate import Validator
+from torchopt_ext.trainer.train_spec import TrainSpec, convert_model, get_train_spec
 
 logger = logging.getLogger(__name__)
 

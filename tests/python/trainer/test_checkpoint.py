@@ -506,7 +506,7 @@ def test_a_disk_that_fills_within_a_tensor_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the full disk, although torch.save says "unexpected pos"."""
-    monkeypatch.setattr(checkpoint_writer, "open", FullDisk, raising=False)
+    monkeypatch.setattr(io, "FileIO", FullDisk)
     written = checkpoint_writer.Writer(tmp_path).fs.create_stream(tmp_path / "file", "wb")
     with pytest.raises(OSError, match="No space left on device"), written as stream:
         torch.save(torch.zeros(1000), stream)

@@ -10,7 +10,7 @@ import pytest
 
 from torchopt_ext.trainer import checkpoint_states
 from torchopt_ext.trainer.checkpoint_files import contents_of
-from torchopt_ext.trainer.staging import Staged
+from torchopt_ext.trainer.checkpoint_writer import Staged
 
 from ...distributed.checkpoint_job import Job
 from .test_checkpoint import folder_of, saved_steps

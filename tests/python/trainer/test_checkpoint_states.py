@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from torchopt_ext.trainer import checkpoint_states, saved_values
-from torchopt_ext.trainer.config import Parallelism
+from torchopt_ext.trainer.config import ConfigError, Parallelism
 
 from ...distributed.checkpoint_job import Job, differences
 from .test_checkpoint import folder_of
@@ -107,6 +107,8 @@ def with_state(folder: Path, value: Any) -> tuple[Job, list[Any]]:
         (OrderedDict(b=1, a=2), None),
         ([{"a": 1}, {0: 1}], []),
         ({}, {}),
+        ({}, {"a": 1}),
+        ({"a": {}, "b": [{}]}, {"a": {"x": 1}}),
         ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
     ],
 )
@@ -118,10 +120,10 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live: An
     assert job.step == 2
 
 
-def test_a_state_whose_dict_has_become_empty_is_not_mixed(tmp_path: Path) -> None:
-    with_state(tmp_path, {})[0].train(until=2).close()
-    with pytest.raises(RuntimeError, match=r"Missing key .* train_state\.value\.a"):
-        with_state(tmp_path, {"a": 1})[0].manager.load()
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=2).close()
+    with pytest.raises(ConfigError, match=r"step-2 lacks train_state\.value$"):
+        with_state(tmp_path, 5)[0].manager.load()
 
 
 def test_a_schedules_milestones_come_back(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_random_numbers_of_another_layout_are_seeded_anew(
         (path / "manifest.json").unlink()
     job = Job(tmp_path / "b", initial_load_path=str(path), initial_load_model_only=False)
     layout = checkpoint_states.layout(Parallelism(tensor_parallel_degree=2), 2)
-    job.manager._own["rng"] = checkpoint_states.RandomState(0, layout)
+    job.manager._positions["rng"] = checkpoint_states.RandomState(0, layout)
     torch.manual_seed(8)
     assert job.manager.load()
     assert torch.initial_seed() == 8 + 2

@@ -19,13 +19,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import _torch
-from torchopt_ext.trainer import distributed, stop
+from torchopt_ext.trainer import distributed, process
 from torchopt_ext.trainer.checkpoint_states import generator_states
 from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
 from torchopt_ext.trainer.forward_pass import maybe_enable_amp
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import checkpoint_activations, parallelize
-from torchopt_ext.trainer.stop import StopOnSignal
+from torchopt_ext.trainer.process import StopOnSignal
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -127,7 +127,7 @@ def test_no_host_is_past_the_step_after_which_all_stop(
 ) -> None:
     """With a GPU each host waits for the step before the last started step."""
     store = dist.HashStore()
-    monkeypatch.setattr(stop, "default_store", lambda: store)
+    monkeypatch.setattr(process, "default_store", lambda: store)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     own, other = (StopOnSignal(torch.device(device)) for _ in range(2))
     Event.waited = []

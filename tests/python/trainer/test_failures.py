@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchopt_ext.trainer.failures import record
+from torchopt_ext.trainer.process import record
 
 
 @record

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.initial_weights import init_parts, tie, tied_names
+from torchopt_ext.trainer.parallelize import init_parts, tie, tied_names
 
 TIES = [["embedding.weight", "output.weight"]]
 CPU = torch.device("cpu")

@@ -21,8 +21,13 @@ from torchopt_ext.optim.options import CONFIGURED
 from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.trainer import config
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.load_config import REJECTED, RENAMED, load_config, settings_of
-from torchopt_ext.trainer.supported import check_supported
+from torchopt_ext.trainer.load_config import (
+    REJECTED,
+    RENAMED,
+    check_supported,
+    load_config,
+    settings_of,
+)
 
 pytest.importorskip("tyro")
 FILES = {

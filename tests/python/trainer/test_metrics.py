@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchopt_ext.trainer import metrics as metrics_module
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
-from torchopt_ext.trainer.device_memory import DeviceMemoryMonitor, get_peak_flops
+from torchopt_ext.trainer.measures import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.metrics import MetricsProcessor, metrics_rank
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 

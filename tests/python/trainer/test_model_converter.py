@@ -5,9 +5,9 @@ import logging
 import pytest
 from torch import nn
 
-from torchopt_ext.trainer import model_converter
+from torchopt_ext.trainer import train_spec
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Model
-from torchopt_ext.trainer.model_converter import convert_model, register_model_converter
+from torchopt_ext.trainer.train_spec import convert_model, register_model_converter
 
 CALLS: list[tuple[str, object]] = []
 
@@ -34,7 +34,7 @@ class Note(Widen):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_converter._CONVERTERS, "values", {})
+    monkeypatch.setattr(train_spec._CONVERTERS, "values", {})
     register_model_converter(Widen, "widen")
     register_model_converter(Note, "note")
     CALLS.clear()

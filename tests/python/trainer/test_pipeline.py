@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
+from torchopt_ext.trainer.forward_pass import Validator
 from torchopt_ext.trainer.parallelize import layers_of
 from torchopt_ext.trainer.pipeline import pipeline, split_layers, stage_module, stages_of_rank
-from torchopt_ext.trainer.validate import Validator
 
 
 def split(layers: int, ranks: int, schedule: str, **settings: object) -> list[int]:

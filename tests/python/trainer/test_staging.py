@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchopt_ext.trainer.staging import Staged
+from torchopt_ext.trainer.checkpoint_writer import Staged
 from torchopt_ext.zero.state_shard import StateShard
 
 

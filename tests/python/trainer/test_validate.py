@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
-from torchopt_ext.trainer.validate import Validator
+from torchopt_ext.trainer.forward_pass import Validator
 
 
 def test_a_data_set_without_a_batch_is_named() -> None:

@@ -1,15 +1,78 @@
-"""An orderly end on SIGTERM: all ranks stop after the same step."""
+"""The process around a training: garbage collection, SIGTERM, and the file of a rank's error."""
 
+import gc
+import logging
 import os
 import signal
 import threading
+import time
 from collections import deque
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import record as torch_record
 
 from torchopt_ext._torch import default_store
+
+logger = logging.getLogger(__name__)
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class _WholeFiles(ErrorHandler):
+    """Writes the error next to the error file, and renames it when it is complete.
+
+    When a rank fails, torchrun ends the other ranks and reads their error files
+    (torch/distributed/elastic/multiprocessing/api.py). A truncated file raises in torchrun itself,
+    which then restarts nothing.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        file = os.environ.get(_ERROR_FILE)
+        if file is None:
+            super().record_exception(e)
+            return
+        os.environ[_ERROR_FILE] = f"{file}.part"
+        try:
+            super().record_exception(e)
+            os.replace(f"{file}.part", file)
+        finally:
+            os.environ[_ERROR_FILE] = file
+
+
+record = partial(torch_record, error_handler=_WholeFiles())
+"""torch's ``record``, with an error file that is complete or absent."""
+
+
+class GarbageCollection:
+    """Collects garbage at the same steps on all ranks, so that no rank waits.
+
+    Turns automatic collection off and collects every ``gc_freq`` steps, or in all to debug.
+    """
+
+    def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
+        self.gc_freq, self.debug = gc_freq, debug
+        gc.disable()
+        self.collect()
+
+    def run(self, step: int) -> None:
+        if self.debug:
+            self.collect(2)
+        elif step > 1 and step % self.gc_freq == 0:
+            self.collect()
+
+    @staticmethod
+    def collect(generation: int = 1) -> None:
+        """Collects young objects by default. The model and other long-lived objects are older."""
+        started = time.monotonic()
+        gc.collect(generation)
+        logger.debug("garbage collection took %.3f s", time.monotonic() - started)
+
+    def close(self) -> None:
+        gc.enable()
 
 
 class StopOnSignal:
