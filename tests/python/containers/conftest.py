@@ -1,6 +1,6 @@
 """Small models, fixed gradients, and the optimizers of all container tests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,9 @@ class Choice:
     @property
     def states(self) -> list[str]:
         """The entries of a state beside "step"."""
-        own = {FusedLion: ["exp_avg"], FusedSGD: ["momentum_buffer"]}
+        others = {FusedLion: ["exp_avg"], FusedSGD: ["momentum_buffer"]}
         amsgrad = ["max_exp_avg_sq"] * self.kwargs.get("amsgrad", False)
-        return own.get(self.cls) or ["exp_avg", "exp_avg_sq", *amsgrad]
+        return others.get(self.cls) or ["exp_avg", "exp_avg_sq", *amsgrad]
 
     def in_its_words(self, text: str) -> str:
         """Returns a text about Adam with the names that the class has."""
@@ -46,8 +46,8 @@ class Choice:
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         return self.cls(params, **self.all_kwargs())
 
-    def container(self, parts: list[nn.Module]) -> OptimizersContainer[Any]:
-        return OptimizersContainer(parts, self.cls, self.all_kwargs())
+    def container(self, parts: list[nn.Module], kind: Any = OptimizersContainer, *args: Any) -> Any:
+        return kind(parts, self.cls, self.all_kwargs(), *args)
 
 
 CHOICES = {
@@ -71,13 +71,9 @@ class Model(nn.Module):
 
     def __init__(self, layers: int = 2, first: int = 0) -> None:
         super().__init__()
-        width = 5
-        self.layers = nn.ModuleDict(
-            {
-                str(i): nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
-                for i in range(first, first + layers)
-            }
-        )
+        numbers = range(first, first + layers)
+        blocks = {str(i): nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for i in numbers}
+        self.layers = nn.ModuleDict(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
@@ -97,51 +93,46 @@ def parts() -> list[nn.Module]:
     return [Model(2, first=0), Model(1, first=2)]
 
 
-@pytest.fixture
-def set_grads() -> Callable[[Iterable[nn.Module], int], None]:
-    """Returns a function that gives trainable parameters the gradients of a seed."""
-
-    def set_grads(modules: Iterable[nn.Module], seed: int, scale: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for module in modules:
-            for param in module.parameters():
-                grad = torch.randn(param.shape, generator=generator) * scale
-                param.grad = grad.to(param.dtype) if param.requires_grad else None
-
-    return set_grads
+def parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [param for part in parts for param in part.parameters()]
 
 
-@pytest.fixture
-def train(set_grads: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that steps with the gradients of the given seeds."""
-
-    def train(optimizer: Any, modules: list[nn.Module], seeds: Iterable[int]) -> None:
-        for seed in seeds:
-            set_grads(modules, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return train
+def set_grads(parts: Iterable[nn.Module], seed: int, scale: float = 1.0) -> None:
+    """Gives trainable parameters the gradients of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in parameters(parts):
+        grad = torch.randn(param.shape, generator=generator) * scale
+        param.grad = grad.to(param.dtype) if param.requires_grad else None
 
 
-@pytest.fixture
-def assert_same() -> Callable[[Any, Any], None]:
-    """Returns a bitwise comparison of modules, lists of modules, or (nested) dicts that names
-    differences."""
+def train(optimizer: Any, parts: list[nn.Module], seeds: Iterable[int]) -> None:
+    """Steps with the gradients of the given seeds."""
+    for seed in seeds:
+        set_grads(parts, seed)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def assert_same(left: Any, right: Any) -> None:
-        if isinstance(left, list):
-            left, right = (dict(enumerate(m.state_dict() for m in side)) for side in (left, right))
-        if isinstance(left, nn.Module):
-            left, right = left.state_dict(), right.state_dict()
-        assert set(left) == set(right)
-        for key, value in left.items():
-            if isinstance(value, dict):
-                assert_same(value, right[key])
-            elif isinstance(value, torch.Tensor):
-                assert value.dtype == right[key].dtype, key
-                assert torch.equal(value, right[key]), key
-            else:
-                assert value == right[key], key
 
-    return assert_same
+def backward(parts: list[nn.Module], seed: int, scale: Any = lambda loss: loss) -> None:
+    """Runs one backward through all parts in a row."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    for part in parts:
+        x = part(x.to(next(part.parameters()).dtype))
+    scale(x.square().sum()).backward()
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Compares the bits of modules, lists of modules or tensors, or (nested) dicts."""
+    if isinstance(left, list):
+        left, right = (dict(enumerate(side)) for side in (left, right))
+    if isinstance(left, nn.Module):
+        left, right = left.state_dict(), right.state_dict()
+    assert set(left) == set(right)
+    for key, value in left.items():
+        if isinstance(value, dict | nn.Module):
+            assert_same(value, right[key])
+        elif isinstance(value, torch.Tensor):
+            assert value.dtype == right[key].dtype, key
+            assert torch.equal(value, right[key]), key
+        else:
+            assert value == right[key], key

@@ -13,17 +13,13 @@ from torchopt_ext.containers import (
     build_optimizers,
 )
 
+from .conftest import parameters, set_grads
+
 
 def section(**changes):
     """Returns an optimizer section with torchtitan's defaults."""
-    values = {
-        "name": "AdamW",
-        "lr": 8e-4,
-        "eps": 1e-8,
-        "implementation": "fused",
-        "early_step_in_backward": False,
-    }
-    return SimpleNamespace(**{**values, **changes})
+    values = {"name": "AdamW", "lr": 8e-4, "eps": 1e-8, "implementation": "fused"}
+    return SimpleNamespace(**{**values, "early_step_in_backward": False, **changes})
 
 
 def first_generation(parts, *, pp=1, ft=False, **changes):
@@ -41,9 +37,11 @@ def second_generation(parts, *, pp=1, ep=1, ft=False, **changes):
 
 
 GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generation])
+IN_BACKWARD = {"early_step_in_backward": True}
 
 
 @GENERATIONS
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("name", "implementation", "cls"),
     [
@@ -58,14 +56,18 @@ GENERATIONS = pytest.mark.parametrize("build", [first_generation, second_generat
         ("SGD", "foreach", torch.optim.SGD),
     ],
 )
-def test_name_and_implementation(build, parts, name, implementation, cls):
-    own = {"SGD": {"momentum": 0.9}, "Lion": {}}.get(name, {"eps": 1e-5})
-    container = build(parts, name=name, implementation=implementation, lr=0.5, **own)
-    assert type(container) is OptimizersContainer
-    assert [type(optimizer) for optimizer in container] == [cls, cls]
+def test_name_and_implementation(build, parts, name, implementation, cls, in_backward):
+    settings = {"SGD": {"momentum": 0.9}, "Lion": {}}.get(name, {"eps": 1e-5, "amsgrad": True})
+    settings |= {"lr": 0.5, "maximize": True}
+    kinds = {"implementation": implementation, "early_step_in_backward": in_backward}
+    container = build(parts, name=name, **kinds, **settings)
+    assert type(container) is (
+        OptimizersInBackwardContainer if in_backward else OptimizersContainer
+    )
+    assert [type(optimizer) for optimizer in container] == [cls] * (12 if in_backward else 2)
     for group in container.param_groups:
-        assert (group["lr"], group["weight_decay"]) == (0.5, 0.1 if "Adam" in name else 0.0)
-        assert own.items() <= group.items()
+        assert group["weight_decay"] == (0.1 if "Adam" in name else 0.0)
+        assert settings.items() <= group.items()
         assert group.get("betas") == {"SGD": None, "Lion": (0.9, 0.99)}.get(name, (0.9, 0.95))
         assert bool(group.get("foreach")) == (implementation == "foreach")
         if "Adam" in name:
@@ -73,28 +75,48 @@ def test_name_and_implementation(build, parts, name, implementation, cls):
 
 
 @GENERATIONS
-def test_betas_and_weight_decay_can_be_configured(build, parts):
-    container = build(parts, beta1=0.8, beta2=0.9, weight_decay=0.0)
-    assert container.param_groups[0]["betas"] == (0.8, 0.9)
-    assert container.param_groups[0]["weight_decay"] == 0.0
+@pytest.mark.parametrize("state_dtype", ["bfloat16", torch.bfloat16])
+def test_all_arguments_can_be_configured(build, model, state_dtype):
+    """Every argument arrives at the optimizer, whose own tests cover the effects."""
+    options = {
+        "master_weights": "remainder",
+        "stochastic_rounding": True,
+        "rounding_seed": 7,
+        "write_back_gradients": True,
+        "skip_nonfinite": True,
+        "max_grad_norm": 1e-3,
+        "process_group": None,
+    }
+    settings = {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.0}
+    container = build(
+        [model.bfloat16()], state_dtype=state_dtype, track=["norms"], **options, **settings
+    )
+    (optimizer,) = container
+    expected = {"state_dtype": torch.bfloat16, "track": ("norms",), **options}
+    assert {name: getattr(optimizer._options, name) for name in expected} == expected
+    (group,) = container.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.8, 0.9), 0.0)
+    with pytest.raises(ValueError, match="Invalid state_dtype"):
+        build([model], state_dtype="int3")
 
 
 @GENERATIONS
 @pytest.mark.parametrize("max_grad_norm", [None, 0.0, 0.25])
 @pytest.mark.parametrize("skip_nonfinite", [None, False, True])
-def test_clipping_and_skipping_can_be_configured(
-    build, parts, set_grads, max_grad_norm, skip_nonfinite
-):
-    container = build(parts, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_clipping_and_skipping(build, parts, max_grad_norm, skip_nonfinite, deferred):
+    threshold = {"deferred_clipping": True} if deferred else {"max_grad_norm": max_grad_norm}
+    container = build(parts, skip_nonfinite=skip_nonfinite, **threshold)
     set_grads(parts, 0)
-    grads = [p.grad for part in parts for p in part.parameters()]
-    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in parameters(parts)]))
+    assert (container.deferred_clipping is not None) == deferred
+    if deferred and max_grad_norm:
+        container.deferred_clipping.clip(max_grad_norm)
     container.step()
-    factor = 0.25 / norm if max_grad_norm else 1.0
+    factor = max_grad_norm / norm if max_grad_norm else 1.0
     bias = parts[1].layers["2"][1].bias
-    torch.testing.assert_close(
-        container.state[bias]["exp_avg"], 0.1 * factor * bias.grad, rtol=1e-5, atol=1e-9
-    )
+    moment = container.state[bias]["exp_avg"]
+    torch.testing.assert_close(moment, 0.1 * factor * bias.grad, rtol=1e-5, atol=1e-9)
     before = bias.clone()
     bias.grad[0] = torch.nan
     container.step()
@@ -102,107 +124,30 @@ def test_clipping_and_skipping_can_be_configured(
 
 
 @GENERATIONS
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"master_weights": "fp32"}])
-def test_our_arguments_need_our_implementation(build, parts, implementation, wanted):
-    with pytest.raises(ValueError, match=f"{next(iter(wanted))} needs implementation 'fused'"):
-        build(parts, implementation=implementation, **wanted)
-
-
-@GENERATIONS
-@pytest.mark.parametrize("state_dtype", ["bfloat16", torch.bfloat16])
-def test_all_arguments_can_be_configured(build, model, set_grads, state_dtype):
-    """Every argument arrives at the optimizer, whose own tests cover the effects."""
-    container = build(
-        [model.bfloat16()],
-        master_weights="remainder",
-        state_dtype=state_dtype,
-        stochastic_rounding=True,
-        rounding_seed=7,
-        write_back_gradients=True,
-        track=["norms"],
-        max_grad_norm=1e-3,
-    )
-    set_grads([model], 0)
-    container.step()
-    weight = model.layers["0"][0].weight
-    assert container.state[weight]["exp_avg"].dtype == torch.bfloat16
-    assert "remainder" in container.state[weight]
-    (optimizer,) = container
-    assert optimizer._options.stochastic_rounding
-    assert optimizer._options.rounding_seed == 7
-    assert optimizer.telemetry.grad_norms.gt(0).any()
-    total = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
-    torch.testing.assert_close(float(total), 1e-3, rtol=0.02, atol=0)
-    with pytest.raises(ValueError, match="Invalid state_dtype"):
-        build([model], state_dtype="int3")
-
-
-@pytest.mark.parametrize("wanted", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
-def test_a_norm_over_stages_of_unknown_ranks_is_rejected(parts, wanted):
-    with pytest.raises(ValueError, match="pass process_group="):
-        first_generation(parts, pp=2, **wanted)
-    first_generation(parts, pp=2)
-
-
-@GENERATIONS
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_in_backward(build, parts, implementation):
-    container = build(parts, early_step_in_backward=True, implementation=implementation)
-    assert type(container) is OptimizersInBackwardContainer
-    assert len(container) == 12
-
-
-@GENERATIONS
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_nothing_to_train(build, parts, in_backward):
+def test_what_containers_take(build, parts, in_backward):
+    kind = {"early_step_in_backward": in_backward}
+    container = build(parts, **kind, compat="torchtitan")
+    steps = [v for k, v in container.state_dict().items() if k.endswith(".step")]
+    assert steps and all(step == 1 for step in steps)
+    with pytest.raises(ValueError, match="Invalid compat: 'old'"):
+        build(parts, **kind, compat="old")
+    container = build(parts, no_decay=["bias"], lr_multipliers={"weight": 0.5}, **kind)
+    chosen = {(group["lr"], group["weight_decay"]) for group in container.param_groups}
+    assert chosen == {(4e-4, 0.1), (8e-4, 0.0)}
+    accumulates = {"backwards_per_step": 2} if in_backward else {}
+    container = build(parts, **kind, max_grad_norm=1.0, **accumulates)
+    assert [optimizer.max_grad_norm for optimizer in container] == [1.0, 1.0]
     for part in parts:
         part.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model parts is trainable"):
-        build(parts, early_step_in_backward=in_backward)
+        build(parts, **kind)
     build(parts, pp=2)  # another stage may have trainable parameters
 
 
 @GENERATIONS
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_compat(build, parts, in_backward):
-    container = build(parts, early_step_in_backward=in_backward, compat="torchtitan")
-    steps = [v for k, v in container.state_dict().items() if k.endswith(".step")]
-    assert steps and all(step == 1 for step in steps)
-    with pytest.raises(ValueError, match="Invalid compat: 'old'"):
-        build(parts, early_step_in_backward=in_backward, compat="old")
-
-
-@GENERATIONS
-def test_in_backward_with_clipping(build, parts):
-    container = build(parts, early_step_in_backward=True, max_grad_norm=1.0, backwards_per_step=2)
-    assert type(container) is OptimizersInBackwardContainer
-    assert [optimizer.max_grad_norm for optimizer in container] == [1.0, 1.0]
-
-
-@GENERATIONS
-def test_deferred_clipping(build, parts, set_grads):
-    container = build(parts, deferred_clipping=True)
-    set_grads(parts, 0)
-    norm = container.deferred_clipping.clip(0.25)
-    container.step()
-    assert torch.equal(container.control.clip_factor, 0.25 / (norm + 1e-6))
-    assert build(parts).deferred_clipping is None
-
-
-@GENERATIONS
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_torchs_other_arguments(build, parts, implementation):
-    container = build(parts, implementation=implementation, amsgrad=True, maximize=True)
-    assert all(group["amsgrad"] and group["maximize"] for group in container.param_groups)
-
-
-IN_BACKWARD = {"early_step_in_backward": True}
-
-
-@GENERATIONS
 @pytest.mark.parametrize(
-    ("wanted", "error", "message"),
+    ("settings", "error", "message"),
     [
         ({"name": "Muon"}, NotImplementedError, "Optimizer Muon is not available"),
         (
@@ -210,19 +155,15 @@ IN_BACKWARD = {"early_step_in_backward": True}
             NotImplementedError,
             "Lion is not available: use Adam, AdamW or SGD",
         ),
-        ({"name": "Lion", "amsgrad": True}, ValueError, "amsgrad has no effect: Lion"),
-        ({"name": "Lion", "nesterov": True}, ValueError, "nesterov has no effect: Lion"),
-        ({"name": "SGD", "beta1": 0.8}, ValueError, "beta1 has no effect: SGD"),
-        ({"dampening": 0.5}, ValueError, "dampening has no effect: AdamW"),
         ({"implementation": "Fused"}, AssertionError, "implementation is 'Fused', expected"),
         ({"implementation": None}, AssertionError, "implementation is None, expected"),
         ({"pp": 2, **IN_BACKWARD}, NotImplementedError, "in backward .* pipeline"),
         ({"ft": True, **IN_BACKWARD}, ValueError, "Fault tolerance .* in backward"),
     ],
 )
-def test_errors_are_of_torchtitans_types(build, parts, wanted, error, message):
+def test_errors_are_of_torchtitans_types(build, parts, settings, error, message):
     with pytest.raises(error, match=message):
-        build(parts, **wanted)
+        build(parts, **settings)
 
 
 def test_optimizers_in_backward_exclude_expert_parallelism(parts):
@@ -231,65 +172,83 @@ def test_optimizers_in_backward_exclude_expert_parallelism(parts):
     second_generation(parts, ep=2)
 
 
+NO_NORM, NO_EFFECT = "needs implementation 'fused'", r"no effect: the parameters are torch\.float32"
+
+
 @GENERATIONS
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("settings", "message"),
     [
-        ({"deferred_clipping": True, "implementation": "foreach"}, "needs implementation 'fused'"),
+        ({"name": "Lion", "amsgrad": True}, "amsgrad has no effect: Lion"),
+        ({"name": "Lion", "nesterov": True}, "nesterov has no effect: Lion"),
+        ({"name": "SGD", "beta1": 0.8}, "beta1 has no effect: SGD"),
+        ({"dampening": 0.5}, "dampening has no effect: AdamW"),
+        ({"max_grad_norm": 1.0, "implementation": "foreach"}, f"max_grad_norm {NO_NORM}"),
+        ({"master_weights": "fp32", "implementation": "for-loop"}, f"master_weights {NO_NORM}"),
+        ({"deferred_clipping": True, "implementation": "foreach"}, NO_NORM),
         ({"deferred_clipping": True, "max_grad_norm": 1.0}, "leave out one of the two"),
-        ({"deferred_clipping": True, "early_step_in_backward": True}, "set max_grad_norm instead"),
-        ({"write_back_gradients": True, "early_step_in_backward": True}, "frees gradients"),
+        ({"deferred_clipping": True, **IN_BACKWARD}, "set max_grad_norm instead"),
+        ({"write_back_gradients": True, **IN_BACKWARD}, "frees gradients"),
         ({"backwards_per_step": 2}, "no effect without early_step_in_backward"),
         ({"rounding_seed": 7}, "no effect without stochastic_rounding"),
         ({"fp32_moments": ["head"]}, "fp32_moments has no effect without state_dtype='int8'"),
         ({"fp32_moments": [], "state_dtype": "bfloat16"}, "fp32_moments has no effect"),
-        ({"master_weights": "fp32"}, r"no effect: the parameters are torch\.float32"),
-        ({"stochastic_rounding": True}, r"no effect: the parameters are torch\.float32"),
+        ({"master_weights": "fp32"}, NO_EFFECT),
+        ({"stochastic_rounding": True}, NO_EFFECT),
     ],
 )
-def test_a_setting_without_effect(build, parts, wanted, message):
+def test_a_setting_without_effect(build, parts, settings, message):
     with pytest.raises(ValueError, match=message):
-        build(parts, **wanted)
+        build(parts, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}])
+def test_a_norm_over_stages_of_unknown_ranks_is_rejected(parts, settings):
+    with pytest.raises(ValueError, match="pass process_group="):
+        first_generation(parts, pp=2, **settings)
+    first_generation(parts, pp=2)
+
+
+FP32, INT8 = torch.float32, torch.int8
 
 
 @GENERATIONS
-def test_embeddings_keep_fp32_moments(build):
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [FP32, INT8]),
+        ({"fp32_moments": ["embedding"]}, [FP32, INT8]),
+        ({"fp32_moments": []}, [INT8, INT8]),
+        ({"fp32_moments": ["^1"]}, [INT8, FP32]),
+    ],
+)
+def test_embeddings_keep_fp32_moments(build, in_backward, settings, expected):
     parts = [nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))]
-    for wanted, expected in (
-        ({}, [torch.float32, torch.int8]),
-        ({"fp32_moments": ["embedding"]}, [torch.float32, torch.int8]),
-        ({"fp32_moments": []}, [torch.int8, torch.int8]),
-        ({"fp32_moments": ["^1"]}, [torch.int8, torch.float32]),
-    ):
-        for in_backward in (False, True):
-            options = {"state_dtype": "int8", "early_step_in_backward": in_backward}
-            container = build(parts, **options, **wanted)
-            for optimizer in container:
-                optimizer.init_state()
-            states = [container.state[part.weight] for part in parts[0]]
-            kept = [s.get("exp_avg", s.get("exp_avg_codes")).dtype for s in states]
-            assert kept == expected
+    settings = {"state_dtype": "int8", **settings}
+    container = build(parts, early_step_in_backward=in_backward, **settings)
+    for optimizer in container:
+        optimizer.init_state()
+    states = [container.state[part.weight] for part in parts[0]]
+    assert [s.get("exp_avg", s.get("exp_avg_codes")).dtype for s in states] == expected
     with pytest.raises(ValueError, match="no parameter has a name with 'tok'"):
         build(parts, state_dtype="int8", fp32_moments=["tok"])
     build(parts, pp=2, state_dtype="int8", fp32_moments=["tok"])  # of another stage
     with pytest.raises(ValueError, match="state_dtype needs implementation 'fused'"):
-        build(parts, state_dtype="int8", fp32_moments=[], implementation="foreach")
+        build(parts, **settings, implementation="foreach")
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder", "remainder8"])
 def test_rounding_of_parameters_with_masters(model, master):
     """An 8-bit remainder also needs rounding, as it does not hold all lost bits."""
-    wanted = {"master_weights": master, "stochastic_rounding": True}
+    settings = {"master_weights": master, "stochastic_rounding": True}
     model = model.bfloat16()
     if master == "remainder8":
-        second_generation([model], **wanted)
+        second_generation([model], **settings)
     else:
         with pytest.raises(ValueError, match="nothing else is rounded"):
-            second_generation([model], **wanted)
-    second_generation([model], **wanted, state_dtype="bfloat16")
-
-
-# Ways to call it
+            second_generation([model], **settings)
+    second_generation([model], **settings, state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -308,33 +267,28 @@ def test_weights_that_lose_updates_are_named(parts, caplog, dtype, setting, warn
     assert (named in caplog.text) is warns
 
 
+# Ways to call it
+
+
 def test_every_way_to_pass_the_arguments(parts):
-    job_config = SimpleNamespace(optimizer=section(lr=0.5))
+    config, disabled = section(lr=0.5), SimpleNamespace(enabled=False)
+    job_config = SimpleNamespace(optimizer=config)
     dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
-    disabled = SimpleNamespace(enabled=False)
-    for container in (
-        build_optimizers(parts, job_config),
-        build_optimizers(parts, job_config, None),
-        build_optimizers(parts, job_config, ft_manager=disabled),
-        build_optimizers(model_parts=parts, job_config=job_config, ft_manager=disabled),
-        build_optimizers(parts, section(lr=0.5), dims),
-        build_optimizers(parts, section(lr=0.5), dims, None),
-        build_optimizers(
-            model_parts=parts,
-            optimizer_config=section(lr=0.5),
-            parallel_dims=dims,
-            ft_manager=disabled,
-        ),
+    second = {"optimizer_config": config, "parallel_dims": dims, "ft_manager": disabled}
+    for args, kwargs in (
+        ((parts, job_config), {}),
+        ((parts, job_config, None), {}),
+        ((parts, job_config), {"ft_manager": disabled}),
+        ((), {"model_parts": parts, "job_config": job_config, "ft_manager": disabled}),
+        ((parts, config, dims), {}),
+        ((parts, config, dims, None), {}),
+        ((), {"model_parts": parts, **second}),
     ):
-        assert container.param_groups[0]["lr"] == 0.5
-
-
-def test_a_wrong_call_is_pythons_own_error(parts):
+        assert build_optimizers(*args, **kwargs).param_groups[0]["lr"] == 0.5
+    incomplete = SimpleNamespace(name="AdamW", lr=1.0, early_step_in_backward=False)
     with pytest.raises(TypeError, match="parallel_dims"):
-        build_optimizers(parts, section())
+        build_optimizers(parts, config)
     with pytest.raises(TypeError, match="unknown"):
-        build_optimizers(parts, section(), None, unknown=1)
+        build_optimizers(parts, config, None, unknown=1)
     with pytest.raises(AttributeError, match="implementation"):
-        build_optimizers(
-            parts, SimpleNamespace(name="AdamW", lr=1.0, early_step_in_backward=False), None
-        )
+        build_optimizers(parts, incomplete, None)

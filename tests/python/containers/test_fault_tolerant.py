@@ -19,14 +19,16 @@ from torchopt_ext.containers import (
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 
+from .conftest import assert_same, parameters, set_grads, train
+
 pytest.importorskip("torchft")
 
 
 class Manager:
     """Decides as the test says; `heal` is what torchft does to a group that has come back."""
 
-    def __init__(self):
-        self.decisions, self.calls = [], []
+    def __init__(self, *decisions):
+        self.decisions, self.calls = list(decisions), []
         self.heal = lambda: None
 
     def start_quorum(self):
@@ -50,42 +52,30 @@ def build(choice, parts, manager, cls=FTOptimizersContainer, **options):
     return cls(parts, choice.cls, choice.all_kwargs(), manager, **options)
 
 
-def test_steps_when_the_groups_commit(choice, parts, manager, train, assert_same):
-    copies = copy.deepcopy(parts)
-    plain, container = choice.container(copies), build(choice, parts, manager)
-    manager.decisions = [True, False, True, False, False, True]
-    train(container, parts, range(6))
-    train(plain, copies, [0, 2, 5])
-    assert_same(container.state_dict(), plain.state_dict())
-    assert_same(parts, copies)
-    assert manager.calls == ["commit?", "quorum"] * 6
+def adamw(parts, manager, **options):
+    return FTOptimizersContainer(parts, FusedAdamW, {"lr": 1e-2}, manager, **options)
 
 
-def test_every_step_is_made_without_torchfts_optimizer(choice, parts, manager, train, assert_same):
+@pytest.mark.parametrize("every_step", [False, True])
+@pytest.mark.parametrize("compat", [None, "torchtitan"])
+def test_steps_when_the_groups_commit(choice, parts, manager, every_step, compat):
+    """Or always, without torchft's optimizer. With compat it counts the step that makes state."""
     copies = copy.deepcopy(parts)
-    container = build(choice, parts, manager, use_ft_optimizer=False)
+    container = build(choice, parts, manager, use_ft_optimizer=not every_step, compat=compat)
+    plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat=compat)
+    plain.state_dict()
     seen = []
     container.register_step_post_hook(lambda *_: seen.append(1))
-    train(container, parts, range(3))
-    train(choice.container(copies), copies, range(3))
-    assert_same(parts[0], copies[0])
-    assert (manager.calls, seen) == ([], [1, 1, 1])
-
-
-def test_compat_torchtitan_counts_a_step_from_the_start(choice, parts, manager, train, assert_same):
-    """As in torchtitan, the run then differs from a plain run."""
-    copies = copy.deepcopy(parts)
-    container = build(choice, parts, manager, compat="torchtitan")
-    plain = OptimizersContainer(copies, choice.cls, choice.all_kwargs(), compat="torchtitan")
-    plain.state_dict()
-    train(container, parts, range(3))
-    train(plain, copies, range(3))
+    manager.decisions = [True, False, True, False, False, True]
+    train(container, parts, range(6))
+    made = range(6) if every_step else [0, 2, 5]
+    train(plain, copies, made)
     assert_same(container.state_dict(), plain.state_dict())
-    assert container.state_dict()["state.layers.0.0.weight.step"] == 4
     assert_same(parts, copies)
-
-
-# Defects of torchtitan's container
+    steps = len(made) + (compat is not None)
+    assert container.state_dict()["state.layers.0.0.weight.step"] == steps
+    assert len(seen) == len(made)
+    assert manager.calls == ([] if every_step else ["commit?", "quorum"] * 6)
 
 
 class Overriding(FTOptimizersContainer):
@@ -96,7 +86,7 @@ class Overriding(FTOptimizersContainer):
 @pytest.mark.parametrize("cls", [FTOptimizersContainer, Overriding])
 @pytest.mark.parametrize("base_class_made_before", [False, True])
 def test_step_hooks_fire_once_and_for_commits_only(
-    choice, parts, manager, set_grads, monkeypatch, cls, base_class_made_before
+    choice, parts, manager, monkeypatch, cls, base_class_made_before
 ):
     # torch wraps a class's step in hooks when its first instance is made.
     monkeypatch.setattr(OptimizersContainer, "step", inspect.unwrap(OptimizersContainer.step))
@@ -109,26 +99,19 @@ def test_step_hooks_fire_once_and_for_commits_only(
     container.optimizers[1].register_step_post_hook(lambda opt, *_: seen.append(("inner", opt)))
     everywhere = register_optimizer_step_post_hook(lambda opt, *_: seen.append(("all", opt)))
     try:
-        for decision, names in [
-            (True, {"pre", "inner", "all", "post"}),
-            (False, set()),
-            (True, {"pre", "inner", "all", "post"}),
-        ]:
+        for decision in (True, False, True):
             seen.clear()
             manager.decisions = [decision]
-            set_grads(parts, 0)
-            container.step()
-            assert {name for name, _ in seen} == names
-            assert len(seen) == len(names)
-            assert all(
-                opt is (container.optimizers[1] if name == "inner" else container)
-                for name, opt in seen
-            )
+            train(container, parts, [0])
+            names = ["all", "inner", "post", "pre"] if decision else []
+            assert sorted(name for name, _ in seen) == names
+            inner = container.optimizers[1]
+            assert all(opt is (inner if name == "inner" else container) for name, opt in seen)
     finally:
         everywhere.remove()
 
 
-def test_a_call_after_one_that_raised_goes_through_torchft(choice, parts, manager, train):
+def test_a_call_after_one_that_raised_goes_through_torchft(choice, parts, manager):
     container = build(choice, parts, manager)
     before = copy.deepcopy(container.state_dict())
     manager.decisions = [RuntimeError("lighthouse is gone"), False]
@@ -148,7 +131,7 @@ def test_a_call_after_one_that_raised_goes_through_torchft(choice, parts, manage
     assert container.state_dict().keys() == before.keys()
 
 
-def test_the_state_dict_is_the_present_state(choice, parts, manager, train, assert_same):
+def test_the_state_dict_is_the_present_state(choice, parts, manager):
     container = build(choice, parts, manager)
     schedulers = LRSchedulersContainer(container, lambda step: 1 / (step + 1))
     container.init_cache_state_dict()
@@ -167,26 +150,20 @@ def test_the_state_dict_is_the_present_state(choice, parts, manager, train, asse
         assert found["state.layers.2.0.weight.step"] == 6
 
 
-def test_making_the_state_does_not_count_as_a_step(choice, parts, manager, set_grads):
+def test_making_the_state_does_not_count_as_a_step(choice, parts, manager):
     set_grads(parts, 0)
     before = copy.deepcopy(parts)
     container = build(choice, parts, manager)
     container.init_cache_state_dict()
-    state = container.state_dict()
-    assert state.keys() == choice.container(before).state_dict().keys()
-    for key, value in state.items():
-        if key.startswith("state."):
-            assert not value.any(), key
-    for part, other in zip(parts, before, strict=True):
-        for param, old in zip(part.parameters(), other.parameters(), strict=True):
-            assert torch.equal(param, old)
-            assert param.grad is not None
+    assert_same(container.state_dict(), choice.container(before).state_dict())
+    assert_same(parts, before)
+    assert all(param.grad is not None for param in parameters(parts))
 
 
 # State from torchft's thread, and recovery
 
 
-def test_state_dict_needs_no_model(choice, parts, manager, train, assert_same):
+def test_state_dict_needs_no_model(choice, parts, manager):
     """FSDP2 puts unsharded parameters into the modules during forward and backward."""
     container = build(choice, parts, manager)
     train(container, parts, range(2))
@@ -206,46 +183,38 @@ def test_state_dict_needs_no_model(choice, parts, manager, train, assert_same):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_group_that_comes_back_ends_with_its_peers_bits(
-    parts, manager, set_grads, assert_same, deferred
-):
+def test_a_group_that_comes_back_ends_with_its_peers_bits(parts, manager, deferred):
     """torchft loads the peer's state when asked for the commit, which is after backward."""
     replicas = [parts, copy.deepcopy(parts)]
-    containers, schedules = [], []
-    for replica in replicas:
-        container = FTOptimizersContainer(replica, FusedAdamW, {"lr": 1e-2}, Manager())
-        schedules.append(LRSchedulersContainer(container, lambda step: 1 / (step + 1)))
-        containers.append(container)
-        if deferred:
-            defer_clipping(container)
-    healthy, returning = containers
-    returning._ft_optimizer.manager = manager
+    healthy, returning = containers = [adamw(replicas[0], Manager()), adamw(replicas[1], manager)]
+    schedules = [LRSchedulersContainer(each, lambda step: 1 / (step + 1)) for each in containers]
 
-    def train(container, replica, seed):
+    def step(replica, seed):
+        container = containers[replica]
         container.zero_grad()
-        set_grads(replica, seed)
+        set_grads(replicas[replica], seed)
         if deferred:
-            container.deferred_clipping.clip(0.1)
+            defer_clipping(container).clip(0.1)
         container.step()
 
     for seed in range(3):
-        train(healthy, replicas[0], seed)
+        step(0, seed)
         schedules[0].step()
 
     def heal():
-        for part, peer in zip(replicas[1], replicas[0], strict=True):
+        for part, peer in zip(*reversed(replicas), strict=True):
             part.load_state_dict(peer.state_dict())
         returning.load_state_dict(healthy.state_dict())
         schedules[1].load_state_dict(schedules[0].state_dict())
         manager.heal = lambda: None
 
     manager.heal = heal
-    train(returning, replicas[1], 3)
-    train(healthy, replicas[0], 3)
+    step(1, 3)
+    step(0, 3)
     for seed in range(4, 6):
-        for container, replica, schedule in zip(containers, replicas, schedules, strict=True):
-            schedule.step()
-            train(container, replica, seed)
+        for replica in (0, 1):
+            schedules[replica].step()
+            step(replica, seed)
     assert_same(*replicas)
     assert_same(returning.state_dict(), healthy.state_dict())
     assert returning.state_dict()["state.layers.0.0.weight.step"] == 6
@@ -253,12 +222,10 @@ def test_a_group_that_comes_back_ends_with_its_peers_bits(
 
 def test_parameters_added_later_are_named_by_init_cache_state_dict(model, manager):
     model.layers["1"].requires_grad_(False)
-    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+    container = adamw([model], manager)
     model.layers["1"].requires_grad_(True)
     container.optimizers[0].add_param_group({"params": list(model.layers["1"].parameters())})
-    with pytest.raises(
-        ValueError, match="8 parameters, and 4 names are known: call init_cache_state"
-    ):
+    with pytest.raises(ValueError, match="8 parameters, and 4 names are known: call init_cache_s"):
         container.state_dict()
     container.init_cache_state_dict()
     assert "state.layers.1.0.weight.exp_avg" in container.state_dict()
@@ -267,9 +234,9 @@ def test_parameters_added_later_are_named_by_init_cache_state_dict(model, manage
 # Clipping, scaling, closures, configurations
 
 
-def test_a_refused_commit_leaves_no_measured_norm(model, manager, set_grads, assert_same):
+def test_a_refused_commit_leaves_no_measured_norm(model, manager):
     other = copy.deepcopy(model)
-    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+    container = adamw([model], manager)
     plain = OptimizersContainer([other], FusedAdamW, {"lr": 1e-2})
     clipping = defer_clipping(container)
     set_grads([model], 0)
@@ -295,26 +262,20 @@ def test_masters_follow_the_weights_that_local_sgd_writes(manager, master_weight
             param.data.copy_(average)
 
     hook = container.register_step_post_hook(synchronize)
-    for _ in range(2):
-        for param in linear.parameters():
-            param.grad = torch.ones_like(param)
-        container.step()
+    train(container, [linear], range(2))
     hook.remove()
     # A job without torchft continues from a checkpoint that was saved now.
     other = copy.deepcopy(linear)
     plain = OptimizersContainer([other], FusedAdamW, kwargs)
     plain.load_state_dict(container.state_dict())
     for model, optimizer in ((linear, container), (other, plain)):
-        optimizer.optimizers[0].param_groups[0]["lr"] = 0.0
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        for param, average in zip(model.parameters(), averaged, strict=True):
-            assert torch.equal(param, average)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(optimizer, [model], [2])
+        assert all(map(torch.equal, model.parameters(), averaged))
 
 
-def test_refused_commits_leave_the_loss_scale(model, manager, set_grads):
-    container = FTOptimizersContainer([model], FusedAdamW, {"lr": 1e-2}, manager)
+def test_refused_commits_leave_the_loss_scale(model, manager):
+    container = adamw([model], manager)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     manager.decisions = [False, True, False, False, True, False, True]
     scales = []
@@ -333,12 +294,12 @@ def test_refused_commits_leave_the_loss_scale(model, manager, set_grads):
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
-def test_scalers_reach_the_committed_step(model, manager, set_grads, assert_same, scaler_class):
+def test_scalers_reach_the_committed_step(model, manager, scaler_class):
     other = copy.deepcopy(model)
     runs = []
     for module, decisions in ((model, [True, False, True, True]), (other, [])):
         manager.decisions = list(decisions)
-        container = FTOptimizersContainer([module], FusedAdamW, {"lr": 1e-2}, manager)
+        container = adamw([module], manager)
         scaler = scaler_class("cpu", init_scale=4.0)
         for seed in (0, 1, 2, 3) if decisions else (0, 2, 3):
             set_grads([module], seed, scale=float(scaler.scale(torch.ones(()))))
@@ -354,9 +315,9 @@ def test_scalers_reach_the_committed_step(model, manager, set_grads, assert_same
 
 def test_a_closure_is_refused_before_anything_changes(choice, model, manager):
     container = build(choice, [model], manager)
-    for call in (lambda: container.step(lambda: 0), lambda: container.step(closure=lambda: 0)):
+    for args, kwargs in (((lambda: 0,), {}), ((), {"closure": lambda: 0})):
         with pytest.raises(ValueError, match="closure is not supported"):
-            call()
+            container.step(*args, **kwargs)
     assert manager.calls == []
     container.step(None)
     assert manager.calls == ["commit?"]
@@ -364,15 +325,9 @@ def test_a_closure_is_refused_before_anything_changes(choice, model, manager):
 
 @pytest.mark.parametrize("quorum_by_optimizer", [True, False])
 @pytest.mark.parametrize("form", ["job configuration", "job configuration of 0.1", "section"])
-def test_build_optimizers(parts, manager, set_grads, form, quorum_by_optimizer):
-    section = SimpleNamespace(
-        name="AdamW",
-        lr=1e-2,
-        eps=1e-8,
-        implementation="fused",
-        early_step_in_backward=False,
-        deferred_clipping=True,
-    )
+def test_build_optimizers(parts, manager, form, quorum_by_optimizer):
+    fields = {"name": "AdamW", "lr": 1e-2, "eps": 1e-8, "implementation": "fused"}
+    section = SimpleNamespace(**fields, early_step_in_backward=False, deferred_clipping=True)
     ft_manager = SimpleNamespace(enabled=True, manager=manager)
     job_config = SimpleNamespace(optimizer=section)
     if form == "job configuration of 0.1":
@@ -380,11 +335,9 @@ def test_build_optimizers(parts, manager, set_grads, form, quorum_by_optimizer):
         job_config.fault_tolerance = SimpleNamespace(semi_sync_method=method)
     else:
         ft_manager.use_async_quorum = quorum_by_optimizer
-    if form != "section":
-        container = build_optimizers(parts, job_config, ft_manager)
-    else:
-        dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
-        container = build_optimizers(parts, section, dims, ft_manager)
+    dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
+    given = (section, dims) if form == "section" else (job_config,)
+    container = build_optimizers(parts, *given, ft_manager)
     assert type(container) is FTOptimizersContainer
     set_grads(parts, 0)
     container.deferred_clipping.clip(1.0)

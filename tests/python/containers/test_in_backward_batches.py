@@ -20,25 +20,20 @@ from torchopt_ext.containers import (
 )
 from torchopt_ext.optim.planned import PlannedStep
 
+from .conftest import assert_same, backward, parameters
+
 
 def train(container, parts, seeds=range(3), every=lambda seed: None):
     for seed in seeds:
         every(seed)
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
-        for part in parts:
-            x = part(x.to(next(part.parameters()).dtype))
-        x.square().sum().backward()
+        backward(parts, seed)
         container.step()
-
-
-def parameters(parts):
-    return [param for part in parts for param in part.parameters()]
 
 
 # Trainings: each gives the container another reason to step parameters separately.
 
 
-def own_hyperparameters(container, parts):
+def other_hyperparameters(container, parts):
     container.param_groups[2]["lr"] = 0.5
     train(container, parts)
     container.param_groups[3]["betas"] = (0.5, 0.5)
@@ -47,7 +42,7 @@ def own_hyperparameters(container, parts):
     train(container, parts)
 
 
-def own_settings(container, parts):
+def other_settings(container, parts):
     train(container, parts)
     container.optimizers[1].max_grad_norm = 0.1
     container.optimizers[0].skip_nonfinite = True
@@ -57,7 +52,7 @@ def own_settings(container, parts):
     train(container, parts)
 
 
-def own_scale(container, parts):
+def other_scale(container, parts):
     container.optimizers[2].grad_scale = torch.tensor(4.0)
     train(container, parts)
 
@@ -144,7 +139,7 @@ def state_replaced(container, parts):
 
 
 TRAININGS = [
-    train, own_hyperparameters, own_settings, own_scale, patched_step, hooks, scheduler,
+    train, other_hyperparameters, other_settings, other_scale, patched_step, hooks, scheduler,
     frozen_for_a_step, unreached_with_a_gradient, second_gradient, hooks_called_by_hand,
     state_replaced,
 ]  # fmt: skip
@@ -185,7 +180,7 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("training", "name"), CASES)
-def test_batches_do_not_show(parts, built, assert_same, training, name, sizes):
+def test_batches_do_not_show(parts, built, training, name, sizes):
     dtype, arguments = ARGUMENTS[name]
     parts = [part.to(dtype) for part in parts]
     copies = copy.deepcopy(parts)
@@ -193,7 +188,7 @@ def test_batches_do_not_show(parts, built, assert_same, training, name, sizes):
     expected = training(alone, copies)
     together = built(parts, arguments, *SIZES[sizes])
     assert str(training(together, parts)) == str(expected)
-    assert all(map(torch.equal, parameters(parts), parameters(copies)))
+    assert_same(parts, copies)
     assert_same(together.state_dict(), alone.state_dict())
     for one, other in zip(together, alone, strict=True):
         assert repr(one.control) == repr(other.control)
@@ -214,14 +209,14 @@ def test_one_call_a_batch(parts, built, monkeypatch):
     assert len(calls) == 3 + 1  # the weights of linear layers, and one batch of all others
 
 
-def test_a_batch_without_gradients_is_left_alone(parts, built, assert_same):
+def test_a_batch_without_gradients_is_left_alone(parts, built):
     """For example, no microbatch used a branch of the model."""
     copies = copy.deepcopy(parts)
     container = built(parts, {"backwards_per_step": 2}, batch=300)
     plain = OptimizersContainer(copies, FusedAdamW, {"lr": 1e-2})
     for layer in "0", "1":
-        for own in (parts, copies):
-            own[0].layers[layer](torch.ones(1, 5)).sum().backward()
+        for models in (parts, copies):
+            models[0].layers[layer](torch.ones(1, 5)).sum().backward()
     for optimizer in (container, plain):
         optimizer.step()
     assert_same(parts, copies)
@@ -249,7 +244,7 @@ def test_few_gradients_wait(built, order):
     assert 2 <= most[0] <= 2000 // 400 + 1
 
 
-def test_a_backward_that_raises_takes_its_gradients_along(parts, built, assert_same):
+def test_a_backward_that_raises_takes_its_gradients_along(parts, built):
     gradients = weakref.WeakSet()
     for param in parameters(parts):
         param.register_post_accumulate_grad_hook(lambda param: gradients.add(param.grad))
@@ -269,7 +264,7 @@ def test_a_backward_that_raises_takes_its_gradients_along(parts, built, assert_s
     assert len(gradients) == 0
     container.step()
     train(container, parts, [1, 2])
-    assert all(map(torch.equal, parameters(parts), parameters(copies)))
+    assert_same(parts, copies)
     assert_same(container.state_dict(), expected.state_dict())
 
 
@@ -280,7 +275,7 @@ def test_a_step_that_raises_changes_nothing_of_its_batch(parts, built):
     good, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
     with pytest.raises(ValueError, match="exp_avg"):
         train(container, parts, [3])
-    assert all(map(torch.equal, parameters(parts), parameters(before)))
+    assert_same(parts, before)
     assert all(param.grad is None for param in parameters(parts))
     state["exp_avg"] = good
     train(container, parts, [3])
