@@ -1,6 +1,6 @@
 """Small models, fixed gradients, and the optimizers of all container tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import OptimizersContainer
+
+from ...support import compare
 
 
 @pytest.fixture(autouse=True)
@@ -121,18 +123,13 @@ def backward(parts: list[nn.Module], seed: int, scale: Any = lambda loss: loss) 
     scale(x.square().sum()).backward()
 
 
+def _plain(value: Any) -> Any:
+    value = value.state_dict() if isinstance(value, nn.Module) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {k: _plain(value[k]) for k in sorted(value)} if isinstance(value, Mapping) else value
+
+
 def assert_same(left: Any, right: Any) -> None:
-    """Compares the bits of modules, lists of modules or tensors, or (nested) dicts."""
-    if isinstance(left, list):
-        left, right = (dict(enumerate(side)) for side in (left, right))
-    if isinstance(left, nn.Module):
-        left, right = left.state_dict(), right.state_dict()
-    assert set(left) == set(right)
-    for key, value in left.items():
-        if isinstance(value, dict | nn.Module):
-            assert_same(value, right[key])
-        elif isinstance(value, torch.Tensor):
-            assert value.dtype == right[key].dtype, key
-            assert torch.equal(value, right[key]), key
-        else:
-            assert value == right[key], key
+    """Compares the bits of modules, lists, or (nested) dicts whose keys have any order."""
+    compare.assert_same(_plain(left), _plain(right))

@@ -383,18 +383,16 @@ def test_a_rejected_step_changes_no_part(parts):
 
 def test_weights_that_do_not_fit_leave_all_masters(parts):
     """Also those of parameters that a framework has replaced in the groups."""
-    container = OptimizersContainer(
-        [part.bfloat16() for part in parts], FusedAdamW, {"master_weights": "fp32"}
-    )
-    train(container, parts, [0])
-    old = parts[0].layers["0"][0].weight
-    parts[0].layers["0"][0].weight = nn.Parameter(old.detach().clone())
-    container.optimizers[0].param_groups[0]["params"][0] = parts[0].layers["0"][0].weight
+    named = [(name, param) for part in parts for name, param in part.named_parameters()]
+    weights = {name: param.detach() + 2.0**-20 for name, param in named}
+    low = [part.bfloat16() for part in parts]
+    container = OptimizersContainer(low, FusedAdamW, {"master_weights": "fp32"})
+    container.refresh_masters(from_=weights)
     masters = {param: state["master_weight"] for param, state in container.state.items()}
-    weights = {name: p.detach().float() for part in parts for name, p in part.named_parameters()}
-    weights["layers.2.1.bias"] = torch.zeros(3)
+    params = container.optimizers[0].param_groups[0]["params"]
+    params[0] = parts[0].layers["0"][0].weight = nn.Parameter(params[0].detach().clone())
     with pytest.raises(ValueError, match=r"layers\.2\.1\.bias"):
-        container.refresh_masters(from_=weights)
+        container.refresh_masters(from_=weights | {"layers.2.1.bias": torch.zeros(3)})
     assert all(container.state[p]["master_weight"] is masters[p] for p in masters)
 
 

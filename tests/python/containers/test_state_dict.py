@@ -1,7 +1,6 @@
 """The containers' flat state dict: its keys, its exchange with torch, and refused loads."""
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -17,6 +16,7 @@ from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.statedict.flat import init_state
 
+from ...support.problems import through_file
 from .conftest import assert_same, parameters, set_grads, train
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -77,9 +77,7 @@ def test_keys_and_values_are_torchs(choice, parts, change, steps):
     if steps and change is not tied:
         assert_same(saved, torchs(parts, container))
     assert saved["state.layers.2.1.bias.step"] == steps
-    file = io.BytesIO()
-    torch.save(saved, file)
-    fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    fresh.load_state_dict(through_file(saved))
     assert_same(fresh.state_dict(), saved)
     LRSchedulersContainer(container, lambda step: 1.0)
     assert set(container.state_dict()) == expected_keys(plain, choice, "initial_lr")
