@@ -147,7 +147,7 @@ def save_and_be_killed(moment: str, path: Path) -> None:
     train(params, optimizer, range(2))
     save_checkpoint(optimizer, path)
     train(params, optimizer, range(2, 3))
-    save, rename = checkpoint.save, os.rename
+    save, rename, saving = checkpoint.save, os.rename, path.with_name("one.saving")
 
     def save_without_metadata(*args: Any, checkpoint_id: Path, **kwargs: Any) -> None:
         save(*args, checkpoint_id=checkpoint_id, **kwargs)
@@ -156,7 +156,7 @@ def save_and_be_killed(moment: str, path: Path) -> None:
 
     def rename_then_die(source: Path, target: Path) -> None:
         rename(source, target)
-        if moment == "between two renames" or source.name.endswith(checkpoint.SAVING):
+        if source == (path if moment == "between two renames" else saving):
             killed()
 
     if moment == "while it writes":

@@ -1,12 +1,14 @@
-"""Problems for FSDPadaptOptimizer: parameters, gradients from backward, and all bytes of both."""
+"""Problems for FSDPadaptOptimizer: bases, parameters, gradients from backward, and all bytes."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,6 @@ from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
 from ..optim.subject import bits
-from .plain_reference import PlainFSDPOptimizer, ReferenceScaler, static_scaler
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPES = ((3, 4), (7,), (), (0,), (2, 3, 5), (1, 517), (4, 0))
@@ -22,26 +23,9 @@ SHORT = ((3, 4), (7,), (2, 70))
 DYNAMIC: dict[str, Any] = {"initial_scale": 2.0**8, "growth_interval": 4}
 SPECIALS = (math.inf, math.nan, -math.inf)
 
-Coefficients = Sequence[Any]  # tensors, or None for no gradient
 Base = Callable[[Any], torch.optim.Optimizer]
-
 _ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
-
-def _sgd(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def _adamw_fused(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, fused=True, **_ADAM)
-
-
-def _adamw_foreach(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, foreach=True, **_ADAM)
-
-
-def _fused_adamw(groups: Any) -> torch.optim.Optimizer:
-    return FusedAdamW(groups, **_ADAM)
+_SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -65,34 +49,71 @@ class PlainLion(torch.optim.Optimizer):
                     moment.copy_(held.lerp(grad, 1 - beta2))
 
 
-# Kind: (optimizer under FSDPadaptOptimizer, optimizer under the plain reference).
-BASES: dict[str, tuple[Base, Base]] = {
-    "SGD": (_sgd, _sgd),
-    "AdamW-fused": (_adamw_fused, _adamw_fused),
-    "AdamW-foreach": (_adamw_foreach, _adamw_foreach),
-    "FusedAdamW": (_fused_adamw, _adamw_fused),
+class OfTheUser(torch.optim.Optimizer):
+    """A user's own optimizer: state of its own kinds, and a common name with fewer columns."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("kept", [torch.zeros(2)])[0][0] += 1
+                rows = p.grad.reshape(p.shape[0], -1).mean(1, keepdim=True)
+                moment = state.setdefault("exp_avg", torch.zeros_like(rows)).lerp_(rows, 0.5)
+                update = moment.reshape(-1, *[1] * (p.dim() - 1)) + p.grad
+                p.sub_(update, alpha=group["lr"] / state["count"])
+
+
+# Kind: optimizer under FSDPadaptOptimizer, and under the reference if it is another.
+BASES: dict[str, tuple[Base, ...]] = {
+    "SGD": (lambda groups: torch.optim.SGD(groups, **_SGD),),
+    "AdamW-fused": (lambda groups: torch.optim.AdamW(groups, fused=True, **_ADAM),),
+    "AdamW-foreach": (lambda groups: torch.optim.AdamW(groups, foreach=True, **_ADAM),),
+    "FusedAdamW": (
+        lambda groups: FusedAdamW(groups, **_ADAM),
+        lambda groups: torch.optim.AdamW(groups, foreach=True, **_ADAM),
+    ),
     "FusedLion": (lambda groups: FusedLion(groups, lr=0.01, weight_decay=0.1), PlainLion),
-    "FusedSGD": (lambda groups: FusedSGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01), _sgd),
+    "FusedSGD": (
+        lambda groups: FusedSGD(groups, **_SGD),
+        lambda groups: torch.optim.SGD(groups, **_SGD),
+    ),
 }
+OTHERS: dict[str, Base] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5),
+    "Adam amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True, foreach=False),
+    "ASGD": torch.optim.ASGD,
+    "NAdam": lambda params: torch.optim.NAdam(params, foreach=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.5, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "SGD maximize": lambda params: torch.optim.SGD(
+        params, lr=0.1, maximize=True, nesterov=True, momentum=0.5
+    ),
+    "Muon": lambda params: torch.optim.Muon(params, lr=0.1),
+    "a user's": OfTheUser,
+}
+ALL = BASES | {name: (make,) for name, make in OTHERS.items()}
 KINDS = ("SGD", "FusedAdamW")  # one base of each path
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_base = pytest.mark.parametrize("kind", BASES)
 
 
 def parameters(
-    dtype: torch.dtype = BF16, shapes: Iterable[tuple[int, ...]] = SHAPES, seed: int = 0
+    dtype: torch.dtype = BF16, shapes: Iterable[tuple[int, ...]] = SHORT, seed: int = 0
 ) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
 def ours_of(kind: str, params: Any, **kwargs: Any) -> Any:
-    return FSDPadaptOptimizer(BASES[kind][0](params), **kwargs)
-
-
-def reference_of(
-    kind: str, params: Any, scaler: dict[str, Any] | None = None, clip: float = 1.0
-) -> PlainFSDPOptimizer:
-    made = static_scaler() if scaler is None else ReferenceScaler(**scaler)
-    return PlainFSDPOptimizer(BASES[kind][1](params), made, clip)
+    return FSDPadaptOptimizer(ALL[kind][0](params), **kwargs)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -105,14 +126,10 @@ def coefficients(params: Sequence[Tensor], seed: int, size: float = 1.0) -> list
     return [c if p.requires_grad else None for p, c in zip(params, drawn, strict=True)]
 
 
-def plant(given: Coefficients, step: int) -> None:
+def plant(gradients: Sequence[Any], step: int) -> None:
     """Plants an infinity or NaN, in another tensor and at the other end each step."""
-    tensors = [c for c in given if c is not None and c.numel()]
+    tensors = [c for c in gradients if c is not None and c.numel()]
     tensors[step % len(tensors)].view(-1)[-(step % 2)] = SPECIALS[step % 3]
-
-
-def gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros(0) if p.grad is None else p.grad for p in params]
 
 
 def overflows(steps: int, share: float = 0.3, seed: int = 3) -> list[bool]:
@@ -120,35 +137,35 @@ def overflows(steps: int, share: float = 0.3, seed: int = 3) -> list[bool]:
     return [generator.random() < share for _ in range(steps)]
 
 
-def loss_of(params: Sequence[Tensor], given: Coefficients) -> Tensor:
-    """Returns a loss whose gradients are the coefficients."""
-    terms = [(p.float() * c).sum() for p, c in zip(params, given, strict=True) if c is not None]
-    return torch.stack(terms).sum()
+def loss_of(params: Sequence[Tensor], gradients: Sequence[Any]) -> Tensor:
+    """Returns a loss that has these gradients."""
+    pairs = zip(params, gradients, strict=True)
+    return torch.stack([(p.float() * c).sum() for p, c in pairs if c is not None]).sum()
 
 
-def backward(optimizer: Any, params: Sequence[Tensor], given: Coefficients) -> None:
-    optimizer.backward(loss_of(params, given))
-
-
-def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], **kwargs: Any) -> None:
+def train(
+    optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], overflow: int | None = None
+) -> list[bool]:
+    """Makes a step for each seed; returns which were made."""
+    made = []
     for step in steps:
-        backward(optimizer, params, coefficients(params, step, **kwargs))
-        optimizer.step()
+        gradients = coefficients(params, step)
+        if step == overflow:
+            plant(gradients, step)
+        optimizer.backward(loss_of(params, gradients))
+        made.append(bool(optimizer.step()))
+    return made
 
 
 def trained(
     kind: str, steps: int = 3, dtype: torch.dtype = BF16, seed: int = 0, **kwargs: Any
 ) -> tuple[list[nn.Parameter], Any]:
-    """Trains two groups under a dynamic scale. The second step overflows."""
-    params = parameters(dtype, SHORT, seed)
-    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.003}]
+    """Trains two groups of named parameters under a dynamic scale. The second step overflows."""
+    params = parameters(dtype, ((6, 4), (2, 70), (3, 5)) if kind == "Muon" else SHORT, seed)
+    named = [(f"layer{i}.weight", p) for i, p in enumerate(params)]
+    groups = [{"params": named[:1]}, {"params": named[1:], "lr": 0.003}]
     ours = ours_of(kind, groups, **{"grad_scal_cfg": DYNAMIC, **kwargs})
-    for step in range(steps):
-        given = coefficients(params, seed + step)
-        if step == 1:
-            plant(given, step)
-        backward(ours, params, given)
-        ours.step()
+    train(ours, params, range(seed, seed + steps), overflow=seed + 1)
     return params, ours
 
 
@@ -162,36 +179,44 @@ def weights_of(optimizer: Any) -> list[Tensor]:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Returns every byte of the base's per-parameter state."""
+    """Returns every byte of the base's per-parameter state, without masters."""
     return [
-        (name, bits(value) if isinstance(value, Tensor) else value)
-        for entry in optimizer.state.values()
-        for name, value in sorted(entry.items())
+        (name, bits(value) if isinstance(value, Tensor) else repr(value))
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for name, value in sorted(optimizer.state.get(param, {}).items())
+        if name != "master_weight"
     ]
 
 
-def everything(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns every byte of parameters, gradients, weights, state, scaler and counters."""
+def content(optimizer: Any, params: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns what must be equal in two optimizers with different parameter objects."""
     return {
         "parameters": [bits(p) for p in params],
-        "gradients": [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in params],
         "weights": [bits(w) for w in weights_of(optimizer)],
         "state": state_of(optimizer),
         "groups": [
             {key: repr(value) for key, value in group.items() if key != "params"}
-            | {"params": [id(p) for p in group["params"]]}
             for group in optimizer.param_groups
         ],
         "scaler": optimizer.grad_scaler.state_dict(),
-        "clip": optimizer._clip_grad_norm,
-        "norm": repr(float(optimizer.grad_norm)),
-        "skipped": float(optimizer.skipped_steps),
+        "clip": optimizer.max_grad_norm,
     }
 
 
-def content(optimizer: FSDPadaptOptimizer, params: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns what must be equal in two optimizers with different parameter objects."""
-    found = everything(optimizer, params)
-    for group in found["groups"]:
-        del group["params"]
-    return found
+@contextmanager
+def unchanged(optimizer: Any, params: Sequence[Tensor], *but: str) -> Iterator[None]:
+    """Asserts that a block changes no byte of what there is, except in parts that are named."""
+
+    def everything() -> dict[str, Any]:
+        return content(optimizer, params) | {
+            "gradients": [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in params],
+            "held": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+            "norm": repr(float(optimizer.grad_norm)),
+            "skipped": float(optimizer.skipped_steps),
+        }
+
+    before = everything()
+    yield
+    after = everything()
+    assert [part for part in before if after[part] != before[part] and part not in but] == []
