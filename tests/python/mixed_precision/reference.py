@@ -6,60 +6,38 @@ torchopt_ext.
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...support.oracle import LossScale
+
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def float32(value: float) -> float:
-    """Returns the nearest float32, ties to even."""
-    return struct.unpack("f", struct.pack("f", value))[0]
+class ReferenceScaler(LossScale):
+    """The oracle's loss scale with DynamicGradScaler's arguments, defaults and state dict."""
 
-
-@dataclass
-class ReferenceScaler:
-    """A loss scale that grows after steps without overflow and backs off after overflows."""
-
-    initial_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    min_scale: float | None = 1.0
-    max_scale: float | None = 2.0**24
-    hysteresis: int = 2
-    dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        self.scale = float(self.initial_scale)
-        self.growth_step = self.hysteresis_step = 0
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            self.growth_step = 0
-            self.hysteresis_step += 1
-            if self.hysteresis_step >= self.hysteresis:
-                smaller = float32(self.scale * self.backoff_factor)
-                self.scale = max(smaller, self.min_scale) if self.min_scale else smaller
-            return
-        self.growth_step += 1
-        if self.growth_step == self.growth_interval:
-            self.growth_step = self.hysteresis_step = 0
-            larger = float32(self.scale * self.growth_factor)
-            self.scale = min(larger, self.max_scale) if self.max_scale else larger
+    def __init__(self, initial_scale: float = 2.0**16, **settings: Any) -> None:
+        defaults = {
+            "growth_interval": 1000,
+            "hysteresis": 2,
+            "min_scale": 1.0,
+            "max_scale": 2.0**24,
+        }
+        settings = {name: value or 0 for name, value in (defaults | settings).items()}
+        settings.pop("dtype", None)
+        super().__init__(float(initial_scale), **settings)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"_growth_step": self.growth_step, "_hysteresis_step": self.hysteresis_step}
+        counts = {"_growth_step": self.growth_tracker, "_hysteresis_step": self.hysteresis_tracker}
         return {"_scale": self.scale} | counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scale = state_dict["_scale"]
-        self.growth_step = state_dict["_growth_step"]
-        self.hysteresis_step = state_dict["_hysteresis_step"]
+        self.growth_tracker = state_dict["_growth_step"]
+        self.hysteresis_tracker = state_dict["_hysteresis_step"]
 
 
 STATIC = {"initial_scale": 1.0, "growth_factor": 1.0, "backoff_factor": 1.0, "max_scale": 1.0}

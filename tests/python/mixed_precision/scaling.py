@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..optim.subject import set_gradients
+from ...support.problems import set_gradients
 
 SPECIALS = (math.inf, -math.inf, math.nan)
 _RANDOM = random.Random(3)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ..optim.subject import bits
+from ...support.compare import bits
 from .reference import Reference
 from .training import (
     BASES,

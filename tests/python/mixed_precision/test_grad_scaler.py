@@ -16,13 +16,8 @@ from torchopt_ext import FusedAdamW, FusedSGD, GradScaler
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.context import IDLE
 
-from ..optim.subject import (
-    assert_same_bits,
-    bits,
-    make_params,
-    set_gradients,
-    snapshot,
-)
+from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.problems import make_params, set_gradients
 from .scaling import PATTERN, SPECIALS, drive, plant, scaler_of
 
 

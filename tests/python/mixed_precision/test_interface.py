@@ -21,7 +21,7 @@ import torchopt_ext
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import BaseOptimizer, FSDPadaptOptimizer
 
-from ..optim.subject import assert_same_bits
+from ...support.compare import assert_same_bits
 from .training import (
     ALL,
     BF16,

@@ -17,7 +17,7 @@ from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.mixed_precision.master_optimizer import skips_on_device
 from torchopt_ext.optim import param_states
 
-from ..optim.subject import assert_same_bits
+from ...support.compare import assert_same_bits
 from .training import (
     ALL,
     BF16,

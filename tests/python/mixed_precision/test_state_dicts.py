@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ..optim.subject import assert_same_bits, bits, through_file
+from ...support.compare import assert_same_bits, bits
+from ...support.problems import through_file
 from .training import (
     ALL,
     BF16,

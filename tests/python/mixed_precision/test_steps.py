@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchopt_ext import FusedAdam, FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ..optim.subject import assert_same_bits
+from ...support.compare import assert_same_bits
 from .reference import Reference
 from .training import (
     ALL,

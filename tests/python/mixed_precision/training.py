@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ..optim.subject import bits
+from ...support.compare import bits
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPES = ((3, 4), (7,), (), (0,), (2, 3, 5), (1, 517), (4, 0))

@@ -17,7 +17,7 @@ from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from ..optim.subject import assert_same_bits
+from ...support.compare import assert_same_bits
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "fp32": lambda m: FusedAdamW(m.parameters(), state_dtype=torch.float32),

@@ -19,7 +19,7 @@ from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.state.moments import dequantize, quantize
 from torchopt_ext.statedict.dcp import load
 
-from ..optim.subject import assert_same_bits
+from ...support.compare import assert_same_bits
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 CODES_OF = {m.name: m.codes for m in ADAM.moments}

@@ -22,7 +22,8 @@ from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from ..optim.subject import set_gradients, snapshot
+from ...support.compare import snapshot
+from ...support.problems import set_gradients
 
 BASES = {"ours": FusedAdamW, "torch's": torch.optim.AdamW}
 KINDS: dict[str, Callable[[nn.Module, Any], Any]] = {

@@ -21,8 +21,8 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
+from ...support.compare import assert_same_bits, bits
 from ..optim.independent import floats, is_upper_tie, join, split8, words
-from ..optim.subject import assert_same_bits, bits
 
 BF16 = torch.bfloat16
 ADAM: dict[str, Any] = {"lr": 0.02}
