@@ -227,7 +227,7 @@ class Controlled:
             block[_STEPS] += (largest - done).clamp_(min=0.0)
 
     def control_to_load(
-        self, control: Mapping[str, float], counted: float, made: float
+        self, control: Mapping[str, float], largest: float, largest_before: float
     ) -> dict[str, float]:
         """Returns the fields to load, given those that :meth:`saved_control` returned.
 
@@ -235,33 +235,33 @@ class Controlled:
 
         Args:
             control: empty for the state dict of an optimizer that keeps no counts.
-            counted: the largest step count of a parameter. Steps of an optimizer that keeps no
+            largest: the largest step count of a parameter. Steps of an optimizer that keeps no
                 counts appear only here. They are added to the loaded counts, with a warning.
-            made: the largest step count before loading.
+            largest_before: the largest step count before loading.
         """
-        kept = {name: float(value) for name, value in control.items() if name in PERSISTENT}
-        done = kept.get("steps", 0.0) - kept.get("skipped_steps", 0.0)
-        if done != counted != made and kept == self.saved_control():
+        saved = {name: float(value) for name, value in control.items() if name in PERSISTENT}
+        done = saved.get("steps", 0.0) - saved.get("skipped_steps", 0.0)
+        if done != largest != largest_before and saved == self.saved_control():
             # torch's set_optimizer_state_dict fills a missing entry with this optimizer's own
             # counts, which belong to other steps than the loaded state.
-            kept, done = {}, 0.0
-        fields = dict.fromkeys(PERSISTENT, 0.0) | kept
+            saved, done = {}, 0.0
+        fields = dict.fromkeys(PERSISTENT, 0.0) | saved
         if not self.has_loss_scale:
             fields["loss_scale"] = 1.0  # nobody scales this optimizer's gradients
         elif fields["loss_scale"] == 0.0:
             fields["loss_scale"] = self._settings["loss_scale"]
-            if done >= counted > 0.0:
+            if done >= largest > 0.0:
                 warnings.warn(
                     "the state dict was saved without a loss scale: it begins anew, with "
                     f"{fields['loss_scale']:g}",
                     stacklevel=3,
                 )
-        if done < counted:
-            fields["steps"] = counted + fields["skipped_steps"]
+        if done < largest:
+            fields["steps"] = largest + fields["skipped_steps"]
             if self.keeps_counts:
                 warnings.warn(
                     f"the state dict does not count all steps for the schedule and the loss scale: "
-                    f"both continue from step {counted:g}, the largest step count of a parameter, "
+                    f"both continue from step {largest:g}, the largest step count of a parameter, "
                     f"with the loss scale {fields['loss_scale']:g}",
                     stacklevel=3,
                 )
@@ -296,8 +296,8 @@ class Controlled:
         return self._device_without_params
 
     def _block(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if (found := self._blocks.get(device)) is not None:
-            return found
+        if (blocks := self._blocks.get(device)) is not None:
+            return blocks
         fields = dict(self._settings)
         for block, _ in self._blocks.values():  # continue the counts of another device's block
             values = read_fields(block)

@@ -18,7 +18,7 @@ from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, place_of
 
 _COUNTS = ("step", CONTROL_KEY)
 _PARAM, _WEIGHT = 0, 4
-_STATES = [(k, of) for known in ALGORITHMS.values() for k, of in enumerate(known.states)]
+_STATES = [(k, of) for algorithm in ALGORITHMS.values() for k, of in enumerate(algorithm.states)]
 _ROLES = {
     **{state.name: 1 + k for k, state in _STATES},
     **{state.codes: 1 + k for k, state in _STATES},
@@ -64,11 +64,11 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
     for there, held in by_device.items():
         if there.type == "meta":
             raise RuntimeError(f"tensor {held[0].item} is on the meta device and has no data")
-        found = torch.zeros(len(held), dtype=torch.int64, device=there)
+        digests = torch.zeros(len(held), dtype=torch.int64, device=there)
         numbers = [n for array in held for n in array.numbers]
-        torch.ops.torchopt_ext.digest_.default([array.tensor for array in held], numbers, found)
+        torch.ops.torchopt_ext.digest_.default([array.tensor for array in held], numbers, digests)
         items = torch.tensor([array.item for array in held], device="cpu")
-        total.index_add_(0, moved(items, device), moved(found, device))
+        total.index_add_(0, moved(items, device), moved(digests, device))
     return total
 
 

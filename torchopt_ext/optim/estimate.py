@@ -96,10 +96,10 @@ def _named(
         if isinstance(item, Tensor):
             yield "", item
         elif isinstance(item, Mapping):
-            own = item["params"]
-            found = list(_named([own] if isinstance(own, Tensor) else own))
-            names = item.get("param_names") or [name for name, _ in found]
-            yield from zip(names, (param for _, param in found), strict=True)
+            members = item["params"]
+            named = list(_named([members] if isinstance(members, Tensor) else members))
+            names = item.get("param_names") or [name for name, _ in named]
+            yield from zip(names, (param for _, param in named), strict=True)
         else:
             yield item
 
@@ -180,13 +180,13 @@ def estimate(
     if storage.state_dtype == torch.int8:
         ids = frozenset(map(id, fp32_params(named, fp32_moments)))
         storage = replace(storage, fp32_moments=ids)
-    made = _Made(grad_dtype, storage, bucket_elements)
-    shares = SHARDINGS[sharding](tensors, world_size, made)
+    options = _Options(grad_dtype, storage, bucket_elements)
+    shares = SHARDINGS[sharding](tensors, world_size, options)
     weights = sum(p.numel() * p.dtype.itemsize for p in tensors)
     trained = [p for p in tensors if p.requires_grad]
-    gradients = sum(p.numel() * made.width(p) for p in trained)
+    gradients = sum(p.numel() * options.width(p) for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
-    kinds = {made.kind(p): element_bytes(p, grad_dtype, storage, states, norm) for p in trained}
+    kinds = {options.kind(p): element_bytes(p, grad_dtype, storage, states, norm) for p in trained}
     # In units of (world_size - 1) / world_size, the share of the bytes that a ring sends.
     sent = {
         "ddp": 2 * gradients,
@@ -229,7 +229,7 @@ _Kind = tuple[torch.dtype, bool]
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Options:
     """The dtype of gradients, the storage of state, and the size of buckets."""
 
     grad_dtype: torch.dtype | None
@@ -250,8 +250,8 @@ class _Shares:
     ``weights`` and ``gradients`` are bytes, ``groups`` those of elements that share scales.
     """
 
-    def __init__(self, made: _Made, ranks: int) -> None:
-        self.made, self.weights = made, 0  # all ranks have the same weights
+    def __init__(self, options: _Options, ranks: int) -> None:
+        self.options, self.weights = options, 0  # all ranks have the same weights
         self.gradients, self.tensors, self.groups = ([0] * ranks for _ in range(3))
         self.elements: dict[_Kind, list[int]] = defaultdict(lambda: [0] * ranks)
 
@@ -263,7 +263,7 @@ class _Shares:
 
         ``times`` parameters of the same shape are divided in the same way.
         """
-        kind = self.made.kind(param)
+        kind = self.options.kind(param)
         groups = [groups_before(param, end) for end in ends] if kind[1] else ends
         elements = self.elements[kind]
         for n in range(len(ends) - 1):
@@ -273,16 +273,16 @@ class _Shares:
                 self.groups[first_rank + n] += times * (groups[n + 1] - groups[n])
 
 
-def _replicated(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
-    shares = _greedy(params, 1, made)
+def _replicated(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
+    shares = _greedy(params, 1, options)
     for column in shares.columns():
         column *= world_size
     return shares
 
 
-def _greedy(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
+def _greedy(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
     """Assigns whole tensors (zero/whole.py)."""
-    shares = _Shares(made, world_size)
+    shares = _Shares(options, world_size)
     trained = [p for p in params if p.requires_grad]
     owners = ops.partition_greedy([p.numel() for p in trained], world_size)
     for param, owner in zip(trained, owners, strict=True):
@@ -290,25 +290,25 @@ def _greedy(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
     return shares
 
 
-def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
+def _in_buckets(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
     """Cuts buckets evenly (zero/balanced.py); a rank keeps its part of the reduced gradients.
 
     Buckets of equal parameters are cut once: large models have many, each with a cut for each rank.
     """
-    shares = _Shares(made, world_size)
+    shares = _Shares(options, world_size)
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
     for param in params:
         kinds[param.dtype, param.requires_grad].append(param)
     for (dtype, trained), alike in kinds.items():
         chosen = _C.default_bucket_elements(world_size) // reals_of(alike[0])
-        target = made.bucket_elements or chosen
+        target = options.bucket_elements or chosen
         buckets: dict[int, list[Tensor]] = defaultdict(list)
         layout = plan_buckets(alike, [*map(_row_length, alike)], 1, target)
         for param, bucket in zip(alike, layout.buckets, strict=True):
             buckets[bucket].append(param)
         same: dict[tuple[Any, ...], list[list[Tensor]]] = defaultdict(list)
         for own in buckets.values():
-            same[tuple((p.shape, made.kind(p)) for p in own)].append(own)
+            same[tuple((p.shape, options.kind(p)) for p in own)].append(own)
         for own, *others in same.values():
             count = 1 + len(others)
             plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53)
@@ -318,7 +318,7 @@ def _in_buckets(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shar
             shares.weights += count * (max(cuts[:-1]) + max(sizes)) * dtype.itemsize
             if not trained:
                 continue
-            width = count * made.width(own[0])
+            width = count * options.width(own[0])
             for rank, size in enumerate(sizes):
                 shares.gradients[rank] += width * size
             for param, start in zip(own, plan.starts, strict=True):
@@ -334,16 +334,18 @@ def _row_length(param: Tensor) -> int:
     return param.numel() // param.shape[0] if param.dim() > 1 and param.numel() else 1
 
 
-def _rows(params: Sequence[Tensor], world_size: int, made: _Made) -> _Shares:
+def _rows(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
     """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
-    shares = _Shares(made, world_size + 2)  # first by how much a rank differs from the one before
+    shares = _Shares(
+        options, world_size + 2
+    )  # first by how much a rank differs from the one before
     for param in params:
         length = param.shape[0] if param.dim() else 1
         row = param.numel() // length if length else 0
         most = -(-length // world_size)
         shares.weights += most * row * param.dtype.itemsize
         if param.requires_grad:
-            shares.gradients[0] += most * row * made.width(param)
+            shares.gradients[0] += most * row * options.width(param)
             full, rest = divmod(length, most) if most else (0, 0)
             shares.add(param, 0, (0, most * row))
             shares.add(param, full, (most * row, rest * row))

@@ -61,21 +61,21 @@ def fp32_params(
     names: dict[Tensor, list[str]] = {}
     for name, param in named:
         names.setdefault(param, []).append(name)
-    found: set[Tensor] = set()
+    fp32: set[Tensor] = set()
     for item in chosen:
         if isinstance(item, Tensor):
-            own = {item} & names.keys()
+            matches = {item} & names.keys()
         elif item in EMBEDDINGS:
             if embeddings is None:
                 embeddings = embeddings_of(gc.get_objects())
-            found |= names.keys() & set(embeddings)
+            fp32 |= names.keys() & set(embeddings)
             continue
         else:
-            own = params_matching(item, names)
-        if not own and not partial:
+            matches = params_matching(item, names)
+        if not matches and not partial:
             raise ValueError(_not_found(item, names))
-        found |= own
-    return frozenset(found)
+        fp32 |= matches
+    return frozenset(fp32)
 
 
 def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
@@ -96,11 +96,11 @@ def _not_found(item: str | Tensor, names: dict[Tensor, list[str]]) -> str:
             f"fp32_moments has a tensor of shape {tuple(item.shape)} that is none of the "
             f"parameters: choose them when the model is sharded and wrapped"
         )
-    known = [name for own in names.values() for name in own if name]
-    if not known:
+    every = [name for its in names.values() for name in its if name]
+    if not every:
         return (
             f"fp32_moments has the pattern {item!r}, but the parameters have no names: give "
             "model.named_parameters()"
         )
-    nearest = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
+    nearest = difflib.get_close_matches(item, every, n=3, cutoff=0.0)
     return f"fp32_moments: no parameter has a name with {item!r}; the nearest names are {nearest}"

@@ -51,18 +51,18 @@ class FusedAdam(FusedOptimizer):
         bias_correction: bool = True,
         **options: Unpack[StepArguments],
     ) -> None:
-        given = {
+        hypers = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
         }  # fmt: skip
-        numbers_of(given)  # checks types
+        numbers_of(hypers)  # checks types
         expect_bools(capturable=capturable)
         torchs = Adam(  # checks the arguments, and knows the keys of state dicts
             [torch.empty(0)], lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable,
         )  # fmt: skip
-        own = {
+        defaults = {
             "betas": tuple(b if isinstance(b, Tensor) else float(b) for b in betas),
             "foreach": foreach,
             "fused": fused is not False,
@@ -70,8 +70,8 @@ class FusedAdam(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         if not bias_correction:
-            own["bias_correction"] = False
-        self._build(params, torchs.defaults | own, options)
+            defaults["bias_correction"] = False
+        self._build(params, torchs.defaults | defaults, options)
 
 
 class FusedAdamW(FusedAdam):

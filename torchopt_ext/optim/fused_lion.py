@@ -34,5 +34,5 @@ class FusedLion(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[StepArguments],
     ) -> None:
-        own = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, algorithm="lion", **own, **options)
+        hypers = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, algorithm="lion", **hypers, **options)

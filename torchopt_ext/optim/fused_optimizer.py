@@ -95,8 +95,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
         self, params: Iterable[Any], *, algorithm: str = "adamw", **arguments: Any
     ) -> None:
         options = {name: arguments.pop(name) for name in DEFAULTS.keys() & arguments.keys()}
-        known = [*keys_of(algorithm), *DEFAULTS]
-        reject_unknown(arguments, known, f"{type(self).__name__} with algorithm {algorithm!r}")
+        names = [*keys_of(algorithm), *DEFAULTS]
+        reject_unknown(arguments, names, f"{type(self).__name__} with algorithm {algorithm!r}")
         self._build(params, defaults_of(algorithm) | arguments, options)
 
     def _build(
@@ -136,14 +136,14 @@ class FusedOptimizer(HookedStep, PlannedStep):
         Horovod's wrapper and others rebuild an optimizer by ``type(optimizer)(optimizer.
         param_groups)`` (horovod/torch/optimizer.py).
         """
-        given = self._beside_groups()
+        arguments = self._beside_groups()
         for group in groups if isinstance(groups, list) else ():
-            held = group.get("params") if isinstance(group, dict) else None
-            other = _holders.get(id(held))
-            if other is None or not any(held is own["params"] for own in other.param_groups):
+            params = group.get("params") if isinstance(group, dict) else None
+            other = _holders.get(id(params))
+            if other is None or not any(params is group["params"] for group in other.param_groups):
                 continue
             known = other._beside_groups().items()
-            if missing := {name: value for name, value in known if value and not given[name]}:
+            if missing := {name: value for name, value in known if value and not arguments[name]}:
                 calls = [name for name in missing if name.startswith("set_")]
                 way = f", and call {' and '.join(calls)} again" if calls else ""
                 raise ValueError(
@@ -160,9 +160,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
-        known = self._looked_at
+        seen = self._looked_at
         named = named_params(self)
-        new = [(name, param) for name, param in named if known.get(id(param)) != Identity([param])]
+        new = [(name, param) for name, param in named if seen.get(id(param)) != Identity([param])]
         if new or not partial:
             chosen = {id(p) for p in fp32_params(new, self._fp32_moments, partial=partial)}
             counters = {id(p): Identity([p]) for _, p in new}
@@ -173,15 +173,15 @@ class FusedOptimizer(HookedStep, PlannedStep):
             ids = self._storage.fp32_moments.difference(counters) | chosen
             self._storage = replace(self._storage, fp32_moments=ids)
             self._fp32_places = [[p in ids for p in row] for row in rows]
-            self._looked_at = {**known, **counters}
+            self._looked_at = {**seen, **counters}
             # The tensors that were found are not kept alive; others may come with later groups.
             self._fp32_moments = tuple(
                 item for item in self._fp32_moments if isinstance(item, str) or id(item) not in ids
             )
 
-    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+    def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
         self._look_at_new_params()
-        super()._init_states(wanted)
+        super()._init_states(chooses)
 
     def _unscales(self) -> bool:
         return True
@@ -221,11 +221,11 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """
         if not isinstance(group, dict):
             return self.defaults  # torch rejects it
-        own = self.defaults_for(group)
-        algorithm = algorithm_of({**own, **group}).name
-        foreign = HYPERS.difference(keys_of(algorithm), own) & group.keys()
+        defaults = self.defaults_for(group)
+        algorithm = algorithm_of({**defaults, **group}).name
+        foreign = HYPERS.difference(keys_of(algorithm), defaults) & group.keys()
         reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
-        return own
+        return defaults
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises TypeError or ValueError unless steps can update the last group."""
@@ -251,8 +251,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
         for number, (name, param) in enumerate(named, first):
             if param.requires_grad:  # a frozen parameter is checked with its first gradient
                 self._check_param(param, name or number)
-        if found := self._passed_over(group["params"]):
-            warnings.warn(found, stacklevel=2)
+        if warning := self._passed_over(group["params"]):
+            warnings.warn(warning, stacklevel=2)
 
     def _passed_over(self, params: Iterable[Tensor]) -> str | None:
         return self._storage.passed_over(params, self._options.stochastic_rounding)
@@ -331,8 +331,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """Checks a state dict, and returns the function that loads it."""
         loaded = self._read(state_dict)
         raise_problems(loaded.problems(self))
-        made = largest_step(self.state.values())
-        control = self.control_to_load(loaded.control, loaded.counted, made)
+        largest_before = largest_step(self.state.values())
+        control = self.control_to_load(loaded.control, loaded.counted, largest_before)
 
         @torch.no_grad()
         def load() -> None:
@@ -371,9 +371,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     def _is_own(self, slot: Slot, name: str) -> bool:
         """Returns whether an entry is this optimizer's own tensor, or a view of it."""
-        value, own = slot.entry.get(name), self.state.get(slot.param, {}).get(name)
+        value, held = slot.entry.get(name), self.state.get(slot.param, {}).get(name)
         local = getattr(value, "source", local_tensor(value))  # optim/gathered.py
-        return isinstance(value, Tensor) and local is local_tensor(own)
+        return isinstance(value, Tensor) and local is local_tensor(held)
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
         return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
@@ -406,8 +406,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     def _portable_state(self) -> dict[str, Any]:
         of_container = ("first_parameter_number", "parameter_names")
-        own = {name: value for name, value in vars(self).items() if name in of_container}
-        portable = super().__getstate__() | own
+        kept = {name: value for name, value in vars(self).items() if name in of_container}
+        portable = super().__getstate__() | kept
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
             "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
@@ -501,10 +501,10 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     def __repr__(self) -> str:
         """Returns torch's text and the arguments for all groups that are set."""
-        given = self._beside_groups().items()
-        lines = "".join(f"\n{name}: {value}" for name, value in given if value)
-        if found := self._passed_over(params_of(self)):
-            lines += f"\n{found}"
+        arguments = self._beside_groups().items()
+        lines = "".join(f"\n{name}: {value}" for name, value in arguments if value)
+        if warning := self._passed_over(params_of(self)):
+            lines += f"\n{warning}"
         return super().__repr__().replace(" (", f" ({lines}", 1)
 
     def keep_masters(self) -> None:

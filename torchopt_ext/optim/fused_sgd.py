@@ -41,11 +41,11 @@ class FusedSGD(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[StepArguments],
     ) -> None:
-        own = {
+        defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize, "foreach": foreach,
             "differentiable": differentiable, "fused": fused is not False,
         }  # fmt: skip
         if decoupled_weight_decay:
-            own["decoupled_weight_decay"] = True
-        self._build(params, {"algorithm": "sgd", **own}, options)
+            defaults["decoupled_weight_decay"] = True
+        self._build(params, {"algorithm": "sgd", **defaults}, options)

@@ -59,13 +59,13 @@ def _checked_gradient(param: Any) -> Any:
     return grad
 
 
-def _sum_over(found: Any, wanted: Any) -> int | None:
+def _sum_over(placements: Any, expected: Any) -> int | None:
     """Returns the mesh dimension if its Partial sum is the only difference of the placements."""
-    differing = [d for d, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+    differing = [d for d, (a, b) in enumerate(zip(placements, expected, strict=True)) if a != b]
     if len(differing) != 1:
         return None
     d = differing[0]
-    return d if found[d].is_partial("sum") and wanted[d].is_replicate() else None
+    return d if placements[d].is_partial("sum") and expected[d].is_replicate() else None
 
 
 def _complete(grad: Any) -> Any:

@@ -109,14 +109,16 @@ def choices(
     _expect_finite(**{f"lr_multipliers[{k!r}]": factor for k, factor in multipliers.items()})
     names, kinds = _names_and_kinds(models)
     plain = [pattern for pattern in no_decay if pattern not in KINDS]
-    found = {pattern: params_matching(pattern, names) for pattern in (*plain, *multipliers)}
+    matches = {pattern: params_matching(pattern, names) for pattern in (*plain, *multipliers)}
     if not partial:
-        expect_found([pattern for pattern in found if not found[pattern]], chain(*names.values()))
+        expect_found(
+            [pattern for pattern in matches if not matches[pattern]], chain(*names.values())
+        )
     chosen: dict[nn.Parameter, Choice] = {}
-    for param, own in names.items():
-        spared = bool(kinds[param] & set(no_decay)) or any(param in found[p] for p in plain)
-        factor = next((multipliers[p] for p in multipliers if param in found[p]), 1.0)
-        chosen[param] = Choice(own[0], spared, float(factor))
+    for param, its in names.items():
+        spared = bool(kinds[param] & set(no_decay)) or any(param in matches[p] for p in plain)
+        factor = next((multipliers[p] for p in multipliers if param in matches[p]), 1.0)
+        chosen[param] = Choice(its[0], spared, float(factor))
     return chosen
 
 
@@ -139,8 +141,8 @@ def in_groups(
 def expect_found(unfound: Sequence[str], names: Iterable[str]) -> None:
     """Raises ValueError if there are patterns that were found in no name."""
     if unfound:
-        known = list(names)
-        nearest = {p: difflib.get_close_matches(p, known, n=3, cutoff=0.0) for p in unfound}
+        every = list(names)
+        nearest = {p: difflib.get_close_matches(p, every, n=3, cutoff=0.0) for p in unfound}
         raise ValueError(
             f"no parameter has a name with {unfound}; the nearest names are {nearest} (only "
             f"no_decay also knows {list(KINDS)})"
@@ -197,4 +199,4 @@ def params_matching(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[tor
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-    return {param for param, own in names.items() if any(map(compiled.search, own))}
+    return {param for param, its in names.items() if any(map(compiled.search, its))}

@@ -79,9 +79,9 @@ class JointStep(PlannedStep):
         self._common: dict[str, Any] = {"params": self.params, **named}
         # The keys of groups that a plan reads (csrc/python/optimizer_plan.cpp).
         group = optimizers[0].param_groups[0]
-        known = keys_of(algorithm_of(group).name)
-        self._keys = [key for key in known if key in group]
-        self._unusual = [key for key in known if key not in group]
+        keys = keys_of(algorithm_of(group).name)
+        self._keys = [key for key in keys if key in group]
+        self._unusual = [key for key in keys if key not in group]
         self._read = itemgetter(*self._keys)
         self._stacked_controls: Tensor | None = None  # the optimizers' control blocks, stacked
 
@@ -169,8 +169,8 @@ class JointStep(PlannedStep):
         if self._stacked_controls is None or self._stacked_controls.device != device:
             with torch.inference_mode(False):
                 self._stacked_controls = torch.stack([o._block(device)[0] for o in self.optimizers])
-            for optimizer, own in zip(self.optimizers, self._stacked_controls, strict=True):
-                optimizer._blocks[device] = own, self._block(device)[1]
+            for optimizer, row in zip(self.optimizers, self._stacked_controls, strict=True):
+                optimizer._blocks[device] = row, self._block(device)[1]
         return self._stacked_controls
 
     def _tell(self, positions: Collection[int], controls: Tensor) -> None:

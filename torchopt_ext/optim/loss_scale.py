@@ -28,17 +28,17 @@ def is_count(value: float, least: int) -> bool:
     return value >= least and (value.is_integer() or value == math.inf)
 
 
-def scale_settings(**given: float | None) -> dict[str, float]:
+def scale_settings(**arguments: float | None) -> dict[str, float]:
     """Returns the control block's fields for arguments of :class:`torchopt_ext.GradScaler`.
 
     Raises:
         TypeError: an argument does not exist, or its value is not a number.
         ValueError: an argument is out of range.
     """
-    if unknown := given.keys() - RULE.keys():
+    if unknown := arguments.keys() - RULE.keys():
         raise TypeError(f"loss scaling has no argument {min(unknown)!r}")
-    unlimited = {name: 0.0 for name in ("min_scale", "max_scale") if given.get(name) is None}
-    values = RULE | given | unlimited
+    unlimited = {name: 0.0 for name in ("min_scale", "max_scale") if arguments.get(name) is None}
+    values = RULE | arguments | unlimited
     expect_numbers(**values)
     rule = {name: float(value or 0.0) for name, value in values.items()}
     low, high = rule["min_scale"], rule["max_scale"]

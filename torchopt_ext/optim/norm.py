@@ -85,9 +85,9 @@ def squares_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         by_device.setdefault(tensor.device, []).append(real)
     total = ops.new_accumulator(device)
-    for its_device, own in by_device.items():
+    for its_device, held in by_device.items():
         accumulator = ops.new_accumulator(its_device)
-        ops.grad_sumsq_(own, accumulator)
+        ops.grad_sumsq_(held, accumulator)
         total += moved(accumulator, device)
     return total
 

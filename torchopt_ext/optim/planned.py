@@ -70,8 +70,8 @@ class PlannedStep(Controlled, Optimizer):
     @property
     def gradients_copied(self) -> int:
         """How many gradients were copied so far because their strides are not the parameter's."""
-        own = 0 if self._built is None else self._built.plan.gradients_copied
-        return self._copied_before + own
+        copied = 0 if self._built is None else self._built.plan.gradients_copied
+        return self._copied_before + copied
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -82,10 +82,10 @@ class PlannedStep(Controlled, Optimizer):
         """
         self._init_states(lambda param: param.requires_grad)
 
-    def _init_states(self, wanted: Callable[[Tensor], bool]) -> None:
+    def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
         drop_replaced(self)
         named = enumerate(named_group_params(self))
-        chosen = [(group, n or i, param) for i, (_, group, n, param) in named if wanted(param)]
+        chosen = [(group, n or i, param) for i, (_, group, n, param) in named if chooses(param)]
         for group, name, param in chosen:
             self._check_param(param, name)
             param_states.reject_incomplete(name, self.state.get(param, {}), group)
@@ -99,15 +99,15 @@ class PlannedStep(Controlled, Optimizer):
 
     def _check_param(self, param: Tensor, name: str | int) -> None:
         """Raises TypeError or ValueError unless steps can update the parameter."""
-        if found := param_problem(param) or self._storage.problem(param):
-            raise TypeError(f"parameter {name!r} of {type(self).__name__} {found}")
+        if problem := param_problem(param) or self._storage.problem(param):
+            raise TypeError(f"parameter {name!r} of {type(self).__name__} {problem}")
         if self._options.stochastic_rounding:
             place_of(0, param, name)
 
     def _mark_weights(self, params: Iterable[Tensor]) -> None:
         """Records that the fp32 masters of these parameters belong to the present weights."""
-        known = [param for param in params if MASTER in self.state.get(param, {})]
-        marks = {id(param): WeightMarks([param], [local_tensor(param)]) for param in known}
+        with_master = [param for param in params if MASTER in self.state.get(param, {})]
+        marks = {id(param): WeightMarks([param], [local_tensor(param)]) for param in with_master}
         self._marks = {**self._marks, **marks}
 
     @torch.no_grad()
@@ -117,12 +117,12 @@ class PlannedStep(Controlled, Optimizer):
         A step of a plan that fits does the same (csrc/python/collect.cpp).
         """
         built = self._built
-        known = {**self._marks, **({} if built is None else built.plan.weight_marks())}
+        marks = {**self._marks, **({} if built is None else built.plan.weight_marks())}
         for param in params_of(self):
             state = self.state.get(param)
             if isinstance(state, dict) and MASTER in state:
-                marks = known.get(id(param), WeightMarks())
-                if marks.renew([param], [local_tensor(param)]):
+                mark = marks.get(id(param), WeightMarks())
+                if mark.renew([param], [local_tensor(param)]):
                     refresh_stale_elements(param, state)
 
     def _mark_control(self, *, follow: bool = False) -> None:
@@ -141,9 +141,9 @@ class PlannedStep(Controlled, Optimizer):
             held = [f for entry in states if len(f := entry.pop(CONTROL_KEY, ()))]
             live = self._live_counts()
             if follow and held and held[0] is not self._marked:
-                saved = isinstance(held[0], Mapping)  # it is from a state dict
-                found = held[0] if saved else dict(zip(PERSISTENT, held[0], strict=False))
-                self._write_control({k: found[k] for k in PERSISTENT[: len(live)] if k in found})
+                is_saved = isinstance(held[0], Mapping)  # it is from a state dict
+                saved = held[0] if is_saved else dict(zip(PERSISTENT, held[0], strict=False))
+                self._write_control({k: saved[k] for k in PERSISTENT[: len(live)] if k in saved})
             elif follow and not held:
                 self._count_at_least([entry["step"] for entry in states])
             states[0][CONTROL_KEY] = self._marked = live

@@ -233,14 +233,14 @@ def accumulated_norm(
             if rejects or not measured:
                 continue
             counts = group is None or counts_here(key, group)
-            own = sums[key] if counts and device == first else ops.new_accumulator(device)
-            optimizer.accumulate(part, own)
+            squares = sums[key] if counts and device == first else ops.new_accumulator(device)
+            optimizer.accumulate(part, squares)
             if not counts:  # another replica's squares count; here only the non-finite flags do
-                own[: FLAGS.start] = 0
-            if own is not sums[key]:
-                elsewhere.append((sums[key], own))
-    for subtotal, own in elsewhere:  # only when all devices are at work
-        subtotal += moved(own, first)
+                squares[: FLAGS.start] = 0
+            if squares is not sums[key]:
+                elsewhere.append((sums[key], squares))
+    for subtotal, squares in elsewhere:  # only when all devices are at work
+        subtotal += moved(squares, first)
     total = ops.new_accumulator(first)
     if context.check_overflow and context.found_inf is not None:
         # An overflow that a scaler found when it unscaled this rank's gradients counts as a NaN.
@@ -269,16 +269,16 @@ def accumulated_norm(
     return {device: moved(total, device) for device in devices}
 
 
-def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
+def _sum_over_meshes(sums: dict[NormKey, Tensor], total: Tensor) -> None:
     """Sums over the mesh dimensions that split parameters, and sends flags to all of the ranks.
 
     The sums alone do not reach replicas, of which one may be broken, nor the ranks of another
-    parameter's mesh. If one sum reaches all ranks, it carries the flags of all sums and of ``own``.
+    parameter's mesh. If one sum reaches all ranks, it carries all flags, those of ``total`` too.
     """
     meshes = dict.fromkeys(key[0] for key in sums if key)
     joined = [(mesh, d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1]
     reached = {key: {(key[0], d) for d in key[1]} if key else set() for key in sums}
-    flags = own[FLAGS] + sum(subtotal[FLAGS] for subtotal in sums.values())
+    flags = total[FLAGS] + sum(subtotal[FLAGS] for subtotal in sums.values())
     carrier = next((key for key in sums if joined and reached[key].issuperset(joined)), None)
     if carrier is not None:
         sums[carrier][FLAGS] = flags
@@ -288,14 +288,14 @@ def _sum_over_meshes(sums: dict[NormKey, Tensor], own: Tensor) -> None:
     if carrier is None:
         for mesh, dimension in joined:
             all_reduce_(flags, mesh.get_group(dimension), torch.distributed.ReduceOp.MAX)
-        own[FLAGS] = torch.maximum(own[FLAGS], flags)
+        total[FLAGS] = torch.maximum(total[FLAGS], flags)
 
 
 def _warn_of_different_norms(keys: Iterable[NormKey]) -> None:
     """Warns if ranks of one parameter have different norms, and so clip by different factors."""
     meshes = dict.fromkeys(key[0] for key in keys if key and key[1])
     ranks = [sorted(mesh.mesh.flatten().tolist()) for mesh in meshes if len(meshes) > 1]
-    if any(own != ranks[0] for own in ranks):
+    if any(its != ranks[0] for its in ranks):
         warnings.warn(
             f"parameters are split over different ranks, {ranks}, so the gradient norm is not the "
             f"same on all of them: pass process_group=, the ranks that take one norm together",

@@ -101,12 +101,12 @@ class StepLog:
             self._under_way = self._step, names, *sent
 
     def _write(self, step: int, names: list[str], values: Tensor) -> None:
-        found = zip(names, values.tolist(), strict=True)
-        known = {self._prefix + name: value for name, value in found if not math.isnan(value)}
+        pairs = zip(names, values.tolist(), strict=True)
+        scalars = {self._prefix + name: value for name, value in pairs if not math.isnan(value)}
         if callable(self._writer):
-            self._writer({f"{self._prefix}step": step} | known)
+            self._writer({f"{self._prefix}step": step} | scalars)
             return
-        for name, value in known.items():
+        for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
@@ -204,5 +204,5 @@ def _update_to_weight(optimizer: PlannedStep) -> Tensor:
     updates = optimizer.telemetry.update_norms
     params = filter(torch.is_tensor, optimizer.state)  # state may have other keys, too
     total = ops.accumulator_total(squares_of(map(local_tensor, params), updates.device))
-    made = (optimizer.control.skip == 0.0).to(updates.device)
-    return torch.where(made, updates.square().sum().sqrt() / total.sqrt(), math.nan)
+    was_made = (optimizer.control.skip == 0.0).to(updates.device)
+    return torch.where(was_made, updates.square().sum().sqrt() / total.sqrt(), math.nan)
