@@ -3,20 +3,17 @@
 This includes clipping in the step, skipped steps, for which schedules wait, and resumed runs.
 """
 
-from __future__ import annotations
-
+import copy
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,21 +27,22 @@ from torchopt_ext import (
 )
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
+from ...support.compare import assert_same
+
 STEPS, SKIPPED = 6, 2
 WITHOUT = "the frameworks are installed with torch 2.15"
-Batch = tuple[Tensor, Tensor]
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x, labels):
         return {"loss": (self.layers(x) - labels).square().mean()}
 
 
-def batches(broken: int | None = None) -> list[Batch]:
+def batches(broken=None):
     generator = torch.Generator().manual_seed(1)
     made = [
         (torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator))
@@ -55,45 +53,36 @@ def batches(broken: int | None = None) -> list[Batch]:
     return made
 
 
-def new_model() -> Model:
+def new_model():
     torch.manual_seed(0)
     return Model()
 
 
-def new_optimizer(model: nn.Module, max_grad_norm: float | None = None) -> FusedAdamW:
-    return FusedAdamW(param_groups(model), lr=0.1, skip_nonfinite=True, max_grad_norm=max_grad_norm)
+def new_optimizer(model, max_grad_norm=None, skips=True):
+    return FusedAdamW(
+        param_groups(model), lr=0.1, skip_nonfinite=skips, max_grad_norm=max_grad_norm
+    )
 
 
-def new_schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+def new_schedule(optimizer):
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-class Trained:
-    """Weights, moments and logged values, compared to the bit."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: Any, norms: list[float], lrs: list[float]
-    ) -> None:
-        self.weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
-        self.moments = [s["exp_avg_sq"].clone() for s in optimizer.state.values()]
-        self.norms, self.lrs = norms, lrs
-        self.skipped = optimizer.control.skipped_steps.item()
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Trained)
-        assert self.skipped == other.skipped
-        for name, weight in self.weights.items():
-            assert torch.equal(weight, other.weights[name]), name
-        assert all(map(torch.equal, self.moments, other.moments))
-        return self.norms == other.norms and self.lrs == other.lrs
+def trained(model, optimizer, norms, lrs, before=None):
+    """Returns weights, moments and logged values, after those of the first half of a run."""
+    norms = [norm if math.isfinite(norm) else math.inf for norm in norms]
+    return {
+        "weights": {k: v.detach().clone() for k, v in model.state_dict().items()},
+        "moments": [s["exp_avg_sq"].clone() for s in optimizer.state.values()],
+        "skipped": optimizer.control.skipped_steps.item(),
+        "norms": (before["norms"] if before else []) + norms,
+        "lrs": (before["lrs"] if before else []) + lrs,
+    }
 
 
-def by_hand(
-    max_grad_norm: float, broken: int | None = None, scaler: GradScaler | None = None,
-    dtype: torch.dtype | None = None,
-) -> Trained:  # fmt: skip
+def by_hand(max_grad_norm, broken=None, scaler=None, dtype=None):
     model = new_model()
-    optimizer = new_optimizer(model, max_grad_norm)
+    optimizer = new_optimizer(model, max_grad_norm, skips=scaler is None)
     schedule = new_schedule(optimizer)
     norms, lrs = [], []
     for x, labels in batches(broken):
@@ -112,7 +101,7 @@ def by_hand(
         if not optimizer.control.skip:
             schedule.step()
     assert min(norms) < max_grad_norm or max_grad_norm < 1
-    return Trained(model, optimizer, norms, lrs)
+    return trained(model, optimizer, norms, lrs)
 
 
 CASES = [pytest.param(0.3, None, id="clipped"), pytest.param(torch.inf, None, id="measured"),
@@ -120,85 +109,68 @@ CASES = [pytest.param(0.3, None, id="clipped"), pytest.param(torch.inf, None, id
 each_case = pytest.mark.parametrize(("max_grad_norm", "broken"), CASES)
 
 
-def equal(found: Trained, expected: Trained) -> None:
-    norms = zip(found.norms, expected.norms, strict=True)
-    assert all(a == b or not torch.tensor(a + b).isfinite() for a, b in norms)
-    found.norms = expected.norms
-    assert found == expected
-
-
 # ---- Accelerate ---------------------------------------------------------------------------------
 @pytest.fixture
-def accelerator() -> Iterator[Any]:
+def accelerator():
     module = pytest.importorskip("torchopt_ext.integrations.accelerate", reason=WITHOUT)
     made = module.Accelerator(cpu=True)
     yield made
     made.free_memory()
 
 
-def accelerated(
-    accelerator: Any, max_grad_norm: float, broken: int | None = None, save_at: int | None = None,
-    load: bool = False, folder: str = "",
-) -> Trained:  # fmt: skip
+@pytest.fixture
+def stock():
+    made = pytest.importorskip("accelerate", reason=WITHOUT).Accelerator(cpu=True)
+    yield made
+    made.free_memory()
+
+
+def accelerated(accelerator, max_grad_norm, broken=None, save_at=None, before=None, folder=""):
     model = new_model()
-    optimizer = new_optimizer(model)
+    optimizer = new_optimizer(model, skips=accelerator.scaler is None)
     schedule = new_schedule(optimizer)
     model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
-    data = batches(broken)
-    if load:
+    if before:
         accelerator.load_state(folder)
-        data = data[save_at:]
-    norms, lrs = [], []
-    for i, (x, labels) in enumerate(data):
+    norms, lrs, first = [], [], save_at if before else 0
+    for i, (x, labels) in enumerate(batches(broken)[first:], first):
         prepared.zero_grad()
         accelerator.backward(model(x, labels)["loss"])
         norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-        before = [p.grad.clone() for p in model.parameters()]
+        grads = [p.grad.clone() for p in model.parameters()]
         prepared.step()
-        after = [p.grad for p in model.parameters()]
-        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        assert_same([p.grad for p in model.parameters()], grads)
         assert prepared.max_grad_norm == max_grad_norm
         assert norm.equal(prepared.control.grad_norm) or not norm.isfinite()
         assert prepared.step_was_skipped is accelerator.optimizer_step_was_skipped is (i == broken)
         norms.append(norm)
         lrs.append(optimizer.param_groups[0]["lr"])
         schedule.step()
-        if i + 1 == save_at and not load:
+        if i + 1 == save_at and not before:
             accelerator.save_state(folder)
-    return Trained(model, optimizer, [norm.item() for norm in norms], lrs)
+    return trained(model, optimizer, [norm.item() for norm in norms], lrs, before)
 
 
 @each_case
-def test_accelerate(accelerator: Any, max_grad_norm: float, broken: int | None) -> None:
-    equal(accelerated(accelerator, max_grad_norm, broken), by_hand(max_grad_norm, broken))
+def test_accelerate(accelerator, max_grad_norm, broken):
+    assert_same(accelerated(accelerator, max_grad_norm, broken), by_hand(max_grad_norm, broken))
 
 
-def test_accelerate_with_a_scaler(accelerator: Any) -> None:
+def test_accelerate_with_a_scaler(accelerator):
+    """Only the scaler skips steps here, which also hold the schedule back."""
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     found = accelerated(accelerator, 0.3, SKIPPED)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    equal(found, by_hand(0.3, SKIPPED, scaler))
+    assert_same(found, by_hand(0.3, SKIPPED, scaler))
     assert type(accelerator.scaler) is GradScaler
     assert accelerator.scaler.get_scale() == scaler.get_scale() != 4.0
 
 
-def test_stock_accelerate_knows_the_steps_that_its_scaler_skips() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_stock_accelerate_steps_and_knows_what_its_scaler_skips(stock, scaled):
     """Its wrapper replaces ``step`` and looks whether the scaler calls it."""
-    stock = pytest.importorskip("accelerate", reason=WITHOUT).Accelerator(cpu=True)
-    stock.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model, prepared = stock.prepare(model := new_model(), new_optimizer(model))
-    skipped = []
-    for batch in batches(SKIPPED):
-        prepared.zero_grad()
-        stock.backward(model(*batch)["loss"])
-        prepared.step()
-        skipped.append(prepared.step_was_skipped)
-    stock.free_memory()
-    assert skipped == [step == SKIPPED for step in range(STEPS)]
-
-
-def test_in_stock_accelerates_wrapper_is_the_optimizer_that_clips_and_skips() -> None:
-    stock = pytest.importorskip("accelerate", reason=WITHOUT).Accelerator(cpu=True)
+    if scaled:
+        stock.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model, prepared = stock.prepare(model := new_model(), new_optimizer(model))
     prepared.optimizer.max_grad_norm = 0.3
     for step, batch in enumerate(batches(SKIPPED)):
@@ -206,12 +178,12 @@ def test_in_stock_accelerates_wrapper_is_the_optimizer_that_clips_and_skips() ->
         stock.backward(model(*batch)["loss"])
         prepared.step()
         control = prepared.optimizer.control
-        assert control.skip == (step == SKIPPED) and not prepared.step_was_skipped
+        assert prepared.step_was_skipped == (scaled and step == SKIPPED)
+        assert scaled or control.skip == (step == SKIPPED)
         assert step == SKIPPED or (control.clip_factor < 1) == (control.grad_norm > 0.3)
-    stock.free_memory()
 
 
-def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator: Any) -> None:
+def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator):
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     models = [torch.nn.Linear(2, 2) for _ in range(2)]
     theirs = torch.optim.SGD(models[0].parameters(), lr=0.5)
@@ -223,54 +195,59 @@ def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator: Any) -> 
     assert torch.equal(models[0].weight, before - 0.5)
 
 
-def test_accelerate_resumes(accelerator: Any, tmp_path: Path) -> None:
+def test_accelerate_resumes(accelerator, tmp_path):
     whole = accelerated(accelerator, 0.3, save_at=3, folder=str(tmp_path))
     accelerator.free_memory()
-    resumed = accelerated(accelerator, 0.3, save_at=3, load=True, folder=str(tmp_path))
-    resumed.norms, resumed.lrs = whole.norms[:3] + resumed.norms, whole.lrs[:3] + resumed.lrs
-    assert resumed == whole
+    half = {name: whole[name][:3] for name in ("norms", "lrs")}
+    resumed = accelerated(accelerator, 0.3, save_at=3, before=half, folder=str(tmp_path))
+    assert_same(resumed, whole)
 
 
-def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator: Any) -> None:
+@pytest.mark.parametrize("own", [None, 7.0])
+def test_accelerate_clips_in_the_steps_that_are_asked_to(accelerator, own):
     """Steps clip only on request; otherwise the optimizer's own threshold applies, if any."""
-    for own in (None, 7.0):
-        model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
-        prepared.max_grad_norm = own
-        seen = []
-        for asked in (True, False, False, True, True, False):
-            accelerator.backward(model(*batches()[0])["loss"])
-            if asked:
-                accelerator.clip_grad_norm_(model.parameters(), 0.3)
-            prepared.step()
-            seen.append(prepared.max_grad_norm)
-        assert seen == [0.3, own, own, 0.3, 0.3, own]
-        accelerator.clip_grad_norm_(model.parameters(), 0.3)
-        prepared.step()
-        prepared.optimizer.max_grad_norm = 5.0  # set on the optimizer itself
-        prepared.step()
-        assert prepared.max_grad_norm == 5.0
-        accelerator.clip_grad_norm_(model.parameters(), 0)  # without clipping
-        prepared.step()
-        assert prepared.max_grad_norm is None
-        prepared.step()
-        assert prepared.max_grad_norm == 5.0
-        accelerator.free_memory()
-
-
-def test_accelerate_reports_norms_that_were_measured(accelerator: Any) -> None:
     model, prepared = accelerator.prepare(model := new_model(), FusedAdamW(model.parameters()))
-    logged: list[dict[str, float]] = []
+    prepared.max_grad_norm = own
+    logged = []
     log_to(logged.append, prepared, every=1, prefix="")
-    for threshold in (0.3, None):
+
+    def threshold_of_step(*asked):
         accelerator.backward(model(*batches()[0])["loss"])
-        norm = accelerator.clip_grad_norm_(model.parameters(), threshold)
+        norms = [accelerator.clip_grad_norm_(model.parameters(), norm) for norm in asked]
         prepared.step()
-        assert norm.isnan() == (threshold is None)
-    assert logged[0]["grad_norm"] > 0.3 and logged[0]["clip_factor"] < 1
-    assert "grad_norm" not in logged[1]
+        for norm in norms:
+            assert norm.isnan() == (prepared.max_grad_norm is None)
+        assert ("grad_norm" in logged[-1]) == (prepared.max_grad_norm is not None)
+        return prepared.max_grad_norm
+
+    for asked in (True, False, False, True, True, False):
+        assert threshold_of_step(*[0.3] * asked) == (0.3 if asked else own)
+        assert not asked or (logged[-1]["grad_norm"] > 0.3 and logged[-1]["clip_factor"] < 1)
+    threshold_of_step(0.3)
+    prepared.optimizer.max_grad_norm = 5.0  # set on the optimizer itself
+    assert threshold_of_step() == 5.0
+    assert threshold_of_step(0) is None  # without clipping
+    assert threshold_of_step() == 5.0
+    with pytest.raises(ValueError, match="norm_type=1 and 1 optimizers"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
 
 
-def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_accelerate_forgets_a_request_for_gradients_that_are_dropped(accelerator, complete):
+    """While gradients accumulate, zero_grad drops nothing, and the request stays."""
+    model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
+    accelerator.backward(model(*batches()[0])["loss"])
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
+    prepared.gradient_state._set_sync_gradients(complete)
+    prepared.zero_grad()
+    prepared.gradient_state._set_sync_gradients(True)
+    accelerator.backward(model(*batches()[0])["loss"])
+    prepared.step()
+    assert prepared.max_grad_norm == (None if complete else 0.3)
+    assert norm.isnan() == complete
+
+
+def test_accelerate_leaves_other_optimizers_alone(accelerator):
     model = new_model()
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
     assert type(optimizer).__name__ == "AcceleratedOptimizer"
@@ -278,59 +255,36 @@ def test_accelerate_leaves_other_optimizers_alone(accelerator: Any) -> None:
     accelerator.clip_grad_norm_(model.parameters(), 0.01)
     total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert total.item() == pytest.approx(0.01, rel=1e-3)
-
-
-def test_accelerate_refuses_an_optimizer_with_a_threshold_of_its_own(accelerator: Any) -> None:
-    optimizer = FSDPadaptOptimizer(new_optimizer(new_model()))
+    adapted = FSDPadaptOptimizer(new_optimizer(new_model()))
     with pytest.raises(TypeError, match="FSDPadaptOptimizer scales losses and clips by itself"):
-        accelerator.prepare(optimizer)
+        accelerator.prepare(adapted)
 
 
+@pytest.mark.parametrize(("own", "backwards"), [(None, 1), (0.3, 1), (0.3, None)])
 def test_accelerate_clips_in_backward_only_by_the_containers_own_threshold(
-    accelerator: Any,
-) -> None:
-    for own, backwards in ((None, 1), (0.3, 1), (0.3, None)):
-        model, given = new_model(), {"lr": 0.1, "max_grad_norm": own}
-        container = OptimizersInBackwardContainer(
-            [model], FusedAdamW, given, backwards_per_step=backwards
-        )
-        model, prepared = accelerator.prepare(model, container)
-        for x, labels in batches():
-            accelerator.backward(model(x, labels)["loss"])
-            if backwards is None:
+    accelerator, own, backwards
+):
+    model, options = new_model(), {"lr": 0.1, "max_grad_norm": own}
+    container = OptimizersInBackwardContainer(
+        [model], FusedAdamW, options, backwards_per_step=backwards
+    )
+    model, prepared = accelerator.prepare(model, container)
+    for x, labels in batches():
+        accelerator.backward(model(x, labels)["loss"])
+        if backwards is None:
+            accelerator.clip_grad_norm_(model.parameters(), 0.2)
+        else:
+            with pytest.raises(ValueError, match=f"with max_grad_norm={own}: pass"):
                 accelerator.clip_grad_norm_(model.parameters(), 0.2)
-            else:
-                with pytest.raises(ValueError, match=f"with max_grad_norm={own}: pass"):
-                    accelerator.clip_grad_norm_(model.parameters(), 0.2)
-                accelerator.clip_grad_norm_(model.parameters(), own or 0)
-            prepared.step()
-        assert backwards is None or container.max_grad_norm == own
-        accelerator.free_memory()
-
-
-def test_accelerate_forgets_a_request_for_gradients_that_are_dropped(accelerator: Any) -> None:
-    model, prepared = accelerator.prepare(model := new_model(), new_optimizer(model))
-    accelerator.backward(model(*batches()[0])["loss"])
-    norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
-    prepared.zero_grad()
-    accelerator.backward(model(*batches()[0])["loss"])
-    prepared.step()
-    assert prepared.max_grad_norm is None
-    assert norm.isnan()
-
-
-def test_accelerate_refuses_what_the_step_cannot_clip(accelerator: Any) -> None:
-    model = new_model()
-    accelerator.prepare(new_optimizer(model))
-    with pytest.raises(ValueError, match="norm_type=1 and 1 optimizers"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+            accelerator.clip_grad_norm_(model.parameters(), own or 0)
+        prepared.step()
+    assert backwards is None or container.max_grad_norm == own
 
 
 # ---- Accelerate's FSDP2, which replaces the parameters in the groups -----------------------------
 @pytest.fixture
-def fsdp2() -> Iterator[Any]:
+def fsdp2(one_rank):
     accelerate = pytest.importorskip("accelerate", reason=WITHOUT)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
     )
@@ -342,11 +296,14 @@ def fsdp2() -> Iterator[Any]:
     yield accelerator
     accelerator.free_memory()
     accelerate.state.AcceleratorState._reset_state(True)
-    dist.destroy_process_group()
+
+
+def whole(model):
+    return [p.full_tensor().clone() for p in model.parameters()]
 
 
 CLIPPED = {"lr": 0.1, "max_grad_norm": 0.3}
-REPLACED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
+REPLACED = {
     "FusedAdamW": (lambda model: FusedAdamW(model.parameters(), **CLIPPED), 0.3),
     "one part": (lambda model: OptimizersContainer([model], FusedAdamW, CLIPPED), 0.3),
     "two parts": (
@@ -369,21 +326,19 @@ REPLACED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
 
 @pytest.mark.parametrize("prepared_before", [False, True])
 @pytest.mark.parametrize("kind", REPLACED)
-def test_accelerates_fsdp2_trains_as_torch_does(
-    fsdp2: Any, kind: str, prepared_before: bool
-) -> None:
+def test_accelerates_fsdp2_trains_as_torch_does(fsdp2, kind, prepared_before):
     """No unsharded weight or moment stays alive."""
     new, threshold = REPLACED[kind]
     model, reference = new_model(), new_model()
-    for own in (model, reference):
-        own.layers[1].requires_grad_(False)
-    own = [p for p in reference.parameters() if p.requires_grad]
-    theirs = torch.optim.AdamW(own, lr=0.1)
+    for either in (model, reference):
+        either.layers[1].requires_grad_(False)
+    params = [p for p in reference.parameters() if p.requires_grad]
+    theirs = torch.optim.AdamW(params, lr=0.1)
     optimizer = new(model)
     if prepared_before:  # state of step 0
-        optimizer.init_state() if kind == "FusedAdamW" else optimizer.state_dict()
         if kind == "FusedAdamW":
-            optimizer.state_dict()
+            optimizer.init_state()
+        optimizer.state_dict()
     replaced = [weakref.ref(p) for p in model.parameters() if p.requires_grad]
     model, prepared = fsdp2.prepare(model, optimizer)
     if not (kind == "FusedAdamW" and prepared_before):  # nothing tells it before the first step
@@ -393,89 +348,78 @@ def test_accelerates_fsdp2_trains_as_torch_does(
         prepared.step()
         prepared.zero_grad()
         reference(*batch)["loss"].backward()
-        nn.utils.clip_grad_norm_(own, threshold)
+        nn.utils.clip_grad_norm_(params, threshold)
         theirs.step()
         theirs.zero_grad()
-        found = [p.full_tensor() for p in model.parameters()]
-        torch.testing.assert_close(found, [*reference.parameters()], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(whole(model), [*reference.parameters()], rtol=1e-6, atol=1e-6)
     assert all(param() is None for param in replaced)
-    assert len(optimizer.state) == len(own)
+    assert len(optimizer.state) == len(params)
     if isinstance(optimizer, OptimizersContainer):
         assert any(key.endswith("3.weight.exp_avg") for key in optimizer.state_dict())
 
 
 class Tokens(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(9, 64), nn.Linear(64, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.embedding(x)).square().mean()
 
 
-@pytest.mark.parametrize("chosen", ["embedding", "pattern", "tensor"])
-@pytest.mark.parametrize("kind", [None, OptimizersContainer, OptimizersInBackwardContainer])
-def test_accelerates_fsdp2_keeps_the_choice_of_fp32_moments(
-    fsdp2: Any, kind: Any, chosen: str
-) -> None:
-    model = Tokens()
-    given = {"embedding": ["embedding"], "pattern": [r"embed"], "tensor": [model.embedding.weight]}
-    settings: Any = {"lr": 0.1, "state_dtype": "int8", "fp32_moments": given[chosen]}
-    optimizer = (
+def adamw(kind, model, settings):
+    return (
         kind([model], FusedAdamW, settings)
         if kind
         else FusedAdamW(model.named_parameters(), **settings)
     )
-    del settings, given
+
+
+@pytest.mark.parametrize("chosen", [["embedding"], ["embed"], torch.Tensor])
+@pytest.mark.parametrize("kind", [None, OptimizersContainer, OptimizersInBackwardContainer])
+def test_accelerates_fsdp2_keeps_the_choice_of_fp32_moments(fsdp2, kind, chosen):
+    model = Tokens()
+    settings = {"lr": 0.1, "state_dtype": "int8", "fp32_moments": chosen}
+    if chosen is torch.Tensor:
+        settings["fp32_moments"] = [model.embedding.weight]
+    optimizer = adamw(kind, model, settings)
+    del settings
     replaced = [weakref.ref(p) for p in model.parameters()]
     model, prepared = fsdp2.prepare(model, optimizer)
     assert all(param() is None for param in replaced)
     fsdp2.backward(model(torch.arange(9)))
     prepared.step()
     coded = {p: "exp_avg_codes" in state for p, state in optimizer.state.items()}
-    assert not coded[model.embedding.weight]
-    assert coded[model.head.weight]
+    assert (coded[model.embedding.weight], coded[model.head.weight]) == (False, True)
 
 
-@pytest.mark.parametrize("container", [False, True])
+@pytest.mark.parametrize("kind", [None, OptimizersContainer])
 @pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
-def test_accelerates_fsdp2_does_not_lose_masters_that_were_set(
-    fsdp2: Any, container: bool, master_weights: str
-) -> None:
+def test_accelerates_fsdp2_does_not_lose_masters_that_were_set(fsdp2, kind, master_weights):
     model, exact = new_model().bfloat16(), new_model()
-    settings: Any = {"lr": 0.1, "master_weights": master_weights}
-    optimizer: Any = (
-        OptimizersContainer([model], FusedAdamW, settings)
-        if container
-        else FusedAdamW(model.named_parameters(), **settings)
-    )
+    optimizer = adamw(kind, model, {"lr": 0.1, "master_weights": master_weights})
     weights = {name: p.detach().clone() for name, p in exact.named_parameters()}
     optimizer.refresh_masters(from_=weights)
     model, prepared = fsdp2.prepare(model, optimizer)
     x, labels = (t.bfloat16() for t in batches()[0])
     fsdp2.backward(model(x, labels)["loss"])
-    before = [p.full_tensor().clone() for p in model.parameters()]
+    before = whole(model)
     with pytest.raises(RuntimeError, match=r"refresh_masters.* call it again"):
         prepared.step()
-    assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))
+    assert_same(whole(model), before)
     optimizer.refresh_masters(from_=weights)
     theirs = torch.optim.AdamW(exact.parameters(), lr=0.1)
-    for param, own in zip(exact.parameters(), model.parameters(), strict=True):
-        param.grad = own.grad.full_tensor().float()
+    for param, sharded in zip(exact.parameters(), model.parameters(), strict=True):
+        param.grad = sharded.grad.full_tensor().float()
     prepared.step()
     theirs.step()
-    found = [p.full_tensor() for p in model.parameters()]
-    expected = [p.detach().bfloat16() for p in exact.parameters()]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert len(optimizer.state) == len(found)
+    assert_same(whole(model), [p.detach().bfloat16() for p in exact.parameters()])
+    assert len(optimizer.state) == len(before)
 
 
 @pytest.mark.parametrize("kind", ["ZeroRedundancyOptimizer", "balanced", "FSDPadaptOptimizer"])
-def test_accelerates_fsdp2_ends_where_replaced_parameters_cannot_be_followed(
-    fsdp2: Any, kind: str
-) -> None:
+def test_accelerates_fsdp2_ends_where_replaced_parameters_cannot_be_followed(fsdp2, kind):
     model = new_model()
-    optimizer: Any
     if kind == "FSDPadaptOptimizer":
         optimizer = FSDPadaptOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
         optimizer.state_dict = optimizer.optim.state_dict  # Accelerate asks when it prepares
@@ -485,143 +429,129 @@ def test_accelerates_fsdp2_ends_where_replaced_parameters_cannot_be_followed(
         optimizer = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1, **settings)
     model, prepared = fsdp2.prepare(model, optimizer)
     fsdp2.backward(model(*batches()[0])["loss"])
-    before = [p.full_tensor().clone() for p in model.parameters()]
+    before = whole(model)
     with pytest.raises(RuntimeError, match=r"replaced in the (base's )?groups"):
         prepared.step()
-    assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))
+    assert_same(whole(model), before)
 
 
-def test_torchs_function_says_how_it_takes_a_containers_state(fsdp2: Any) -> None:
+def test_torchs_function_says_how_it_takes_a_containers_state(fsdp2):
     container = OptimizersContainer([model := new_model()], FusedAdamW, {"lr": 0.1})
     model, prepared = fsdp2.prepare(model, container)
     fsdp2.backward(model(*batches()[0])["loss"])
     prepared.step()
-    for given in (container, prepared):  # Accelerate's save_state gives its wrapper
+    for wrapper in (container, prepared):  # Accelerate's save_state gives its wrapper
         with pytest.raises(TypeError, match=r"\[\*container.optimizers\]"):
-            get_optimizer_state_dict(model, given)
+            get_optimizer_state_dict(model, wrapper)
     found = get_optimizer_state_dict(model, [*container.optimizers])
     assert found["state"].keys() == dict(model.named_parameters()).keys()
 
 
 # ---- transformers -------------------------------------------------------------------------------
 @pytest.fixture
-def hugging_face(tmp_path: Path) -> Callable[..., Trained]:
+def hugging_face(tmp_path):
+    """Returns transformers' Trainer with FusedStep, and arguments for it."""
     transformers = pytest.importorskip("transformers", reason=WITHOUT)
     pytest.importorskip("accelerate", reason=WITHOUT)
     from torchopt_ext.integrations.huggingface import FusedStep
 
     class Trainer(FusedStep, transformers.Trainer):
-        pass
+        def evaluate(self, *_, **__):
+            return {"eval_loss": self.state.global_step}
 
     with pytest.raises(TypeError, match="has Trainer before FusedStep, which then does nothing"):
         type("Wrong", (transformers.Trainer, FusedStep), {})
 
-    class Rows(torch.utils.data.IterableDataset[Any]):
-        def __init__(self, broken: int | None) -> None:
-            self.data = batches(broken)
-
-        def __iter__(self) -> Iterator[Any]:
-            for x, labels in self.data:
-                yield from ({"x": a, "labels": b} for a, b in zip(x, labels, strict=True))
-
-    def train(
-        max_grad_norm: float, broken: int | None = None, resume: int | None = None,
-        new_model: Callable[[], nn.Module] = new_model, save: str = "steps",
-    ) -> Trained:  # fmt: skip
-        model = new_model()
-        optimizer = new_optimizer(model)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=STEPS, per_device_train_batch_size=3, use_cpu=True,
-            max_grad_norm=0 if max_grad_norm == torch.inf else max_grad_norm, logging_steps=1,
-            save_steps=3, save_strategy=save, report_to=[], disable_tqdm=True,
-        )  # fmt: skip
-        optimizers = optimizer, new_schedule(optimizer)
-        trainer = Trainer(model, arguments, train_dataset=Rows(broken), optimizers=optimizers)
-        trainer.train(
-            resume_from_checkpoint=str(tmp_path / f"checkpoint-{resume}") if resume else None
-        )
-        logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-        assert trainer.optimizer.max_grad_norm == max_grad_norm
-        # The Trainer logs the learning rate before the schedule's step.
-        return Trained(
-            model,
-            optimizer,
-            [log["grad_norm"] for log in logs],
-            [log["learning_rate"] for log in logs],
+    def arguments(**settings):
+        return transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **settings
         )
 
-    return train
+    return Trainer, arguments
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __init__(self, broken):
+        self.data = batches(broken)
+
+    def __iter__(self):
+        for x, labels in self.data:
+            yield from ({"x": a, "labels": b} for a, b in zip(x, labels, strict=True))
+
+
+def trained_by_hugging_face(
+    hugging_face, max_grad_norm, broken=None, resume=None, model=None, save="steps"
+):
+    trainer_class, arguments = hugging_face
+    model = model or new_model()
+    optimizer = new_optimizer(model)
+    settings = arguments(
+        max_steps=STEPS, per_device_train_batch_size=3, logging_steps=1, save_steps=3,
+        max_grad_norm=0 if max_grad_norm == torch.inf else max_grad_norm, save_strategy=save,
+    )  # fmt: skip
+    optimizers = optimizer, new_schedule(optimizer)
+    trainer = trainer_class(model, settings, train_dataset=Rows(broken), optimizers=optimizers)
+    trainer.train(resume_from_checkpoint=resume and f"{settings.output_dir}/checkpoint-{resume}")
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    assert trainer.optimizer.max_grad_norm == max_grad_norm
+    # The Trainer logs the learning rate before the schedule's step.
+    logged = ([log[name] for log in logs] for name in ("grad_norm", "learning_rate"))
+    return trained(model, optimizer, *logged)
 
 
 @each_case
-def test_hugging_face(
-    hugging_face: Callable[..., Trained], max_grad_norm: float, broken: int | None
-) -> None:
-    equal(hugging_face(max_grad_norm, broken), by_hand(max_grad_norm, broken))
+def test_hugging_face(hugging_face, max_grad_norm, broken):
+    found = trained_by_hugging_face(hugging_face, max_grad_norm, broken)
+    assert_same(found, by_hand(max_grad_norm, broken))
 
 
-def test_hugging_face_resumes(hugging_face: Callable[..., Trained]) -> None:
-    whole = hugging_face(0.3)
-    resumed = hugging_face(0.3, resume=3)
-    assert resumed == whole
+def test_hugging_face_resumes(hugging_face):
+    whole = trained_by_hugging_face(hugging_face, 0.3)
+    assert_same(trained_by_hugging_face(hugging_face, 0.3, resume=3), whole)
 
 
-def test_hugging_face_trains_on_from_the_best_model(tmp_path: Path) -> None:
+def test_hugging_face_trains_on_from_the_best_model(hugging_face):
     """The Trainer loads weights alone. Masters of the last step would undo that."""
-    transformers = pytest.importorskip("transformers", reason=WITHOUT)
-    pytest.importorskip("accelerate", reason=WITHOUT)
-    from torchopt_ext.integrations.huggingface import FusedStep
-
-    class Trainer(FusedStep, transformers.Trainer):
-        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            return {"eval_loss": self.state.global_step}
-
+    trainer_class, arguments = hugging_face
     model = new_model().bfloat16()
     rows = [{"x": torch.ones(4).bfloat16(), "labels": torch.zeros(2).bfloat16()}]
     optimizer = FusedAdamW(model.parameters(), lr=0.1, master_weights="fp32")
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, use_cpu=True,
-        load_best_model_at_end=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+    settings = arguments(
+        max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True
+    )
     data = {"train_dataset": rows, "eval_dataset": rows}
-    trainer = Trainer(model, arguments, optimizers=(optimizer, None), **data)
+    trainer = trainer_class(model, settings, optimizers=(optimizer, None), **data)
     trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert trainer.state.best_model_checkpoint == f"{settings.output_dir}/checkpoint-1"
     for param in model.parameters():
         assert torch.equal(optimizer.state[param]["master_weight"], param)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(
-    hugging_face: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hugging_face_clips_gradients_of_several_meshes_in_the_step(hugging_face, monkeypatch):
     """For several meshes, as FSDP with tensor parallelism has, Trainer has its own function."""
-    import transformers
 
-    def on_two_meshes() -> nn.Module:
-        model = new_model()
-        for layer, mesh in ((0, (1,)), (3, (1, 1))):
-            devices = init_device_mesh("cpu", mesh)
-            distribute_module(model.layers[layer], devices, None, to_dtensors, to_plain)
-        return model
-
-    def to_dtensors(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+    def to_dtensors(_, inputs, mesh):
         return tuple(DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim) for x in inputs)
 
-    def to_plain(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    def to_plain(_, output, mesh):
         return output.to_local()
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise AssertionError("the Trainer clips by itself")
 
-    monkeypatch.setattr(transformers.Trainer, "_mixed_mesh_grad_norm", fail)
-    found = hugging_face(0.3, new_model=on_two_meshes, save="no")  # save cannot handle DTensors
-    assert found.norms == by_hand(0.3).norms
+    model = new_model()
+    for layer, mesh in ((0, (1,)), (3, (1, 1))):
+        devices = init_device_mesh("cpu", mesh)
+        distribute_module(model.layers[layer], devices, None, to_dtensors, to_plain)
+    monkeypatch.setattr(hugging_face[0], "_mixed_mesh_grad_norm", fail)
+    found = trained_by_hugging_face(hugging_face, 0.3, model=model, save="no")  # not DTensors
+    assert found["norms"] == by_hand(0.3)["norms"]
 
 
 # ---- Lightning ----------------------------------------------------------------------------------
 @pytest.fixture
-def lightning(tmp_path: Path) -> Callable[..., Trained]:
+def lightning(tmp_path):
     pl = pytest.importorskip("lightning", reason=WITHOUT)
     from torchopt_ext.integrations.lightning import FusedStep
 
@@ -629,89 +559,80 @@ def lightning(tmp_path: Path) -> Callable[..., Trained]:
         type("Wrong", (pl.LightningModule, FusedStep), {})
 
     class Module(FusedStep, pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, skips):
             super().__init__()
-            self.model = new_model()
-            self.norms: list[float] = []
-            self.lrs: list[float] = []
+            self.model, self.skips, self.norms, self.lrs = new_model(), skips, [], []
 
-        def training_step(self, batch: Batch, _: int) -> Tensor:
+        def training_step(self, batch, _):
             return self.model(*batch)["loss"]
 
-        def configure_optimizers(self) -> Any:
-            optimizer = new_optimizer(self.model)
+        def configure_optimizers(self):
+            optimizer = new_optimizer(self.model, skips=self.skips)
             schedule = {"scheduler": new_schedule(optimizer), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        def lr_scheduler_step(self, scheduler, metric):
             self.lrs.append(scheduler.get_last_lr()[0])
             super().lr_scheduler_step(scheduler, metric)
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
 
-    def train(
-        max_grad_norm: float, broken: int | None = None, save: int | None = None,
-        resume: bool = False, epoch: int = STEPS, **settings: Any,
-    ) -> Trained:  # fmt: skip
-        module = Module()
+    def train(max_grad_norm, broken=None, save=None, before=None, epoch=STEPS, **settings):
+        module = Module(skips="plugins" not in settings)
         trainer = pl.Trainer(
             accelerator="cpu", max_steps=save or STEPS, logger=False, enable_progress_bar=False,
             enable_checkpointing=False, enable_model_summary=False,
             gradient_clip_val=0 if max_grad_norm == torch.inf else max_grad_norm, **settings,
         )  # fmt: skip
         path = str(tmp_path / "saved.ckpt")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             loader = torch.utils.data.DataLoader(batches(broken)[:epoch], batch_size=None)
-            trainer.fit(module, loader, ckpt_path=path if resume else None)
+            trainer.fit(module, loader, ckpt_path=path if before else None)
         if save:
             trainer.save_checkpoint(path)
-        return Trained(module.model, trainer.optimizers[0], module.norms, module.lrs)
+        return trained(module.model, trainer.optimizers[0], module.norms, module.lrs, before)
 
     return train
 
 
 @each_case
-def test_lightning(
-    lightning: Callable[..., Trained], max_grad_norm: float, broken: int | None
-) -> None:
-    equal(lightning(max_grad_norm, broken), by_hand(max_grad_norm, broken))
+def test_lightning(lightning, max_grad_norm, broken):
+    assert_same(lightning(max_grad_norm, broken), by_hand(max_grad_norm, broken))
 
 
-def test_lightning_bf16(lightning: Callable[..., Trained]) -> None:
-    equal(lightning(0.3, precision="bf16-mixed"), by_hand(0.3, dtype=torch.bfloat16))
+def test_lightning_bf16(lightning):
+    assert_same(lightning(0.3, precision="bf16-mixed"), by_hand(0.3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler])
-def test_lightning_fp16(lightning: Callable[..., Trained], scaler: type) -> None:
+def test_lightning_fp16(lightning, scaler):
+    """Only the scaler skips steps here, which also hold the schedule back."""
     from lightning.pytorch.plugins import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", scaler("cpu", init_scale=8.0))
     found = lightning(0.3, SKIPPED, plugins=[plugin])
-    equal(found, by_hand(0.3, SKIPPED, GradScaler("cpu", init_scale=8.0), torch.float16))
+    expected = by_hand(0.3, SKIPPED, GradScaler("cpu", init_scale=8.0), torch.float16)
+    assert_same(found, expected)
 
 
-def test_lightning_resumes(lightning: Callable[..., Trained]) -> None:
+def test_lightning_resumes(lightning):
     # One batch per epoch: within an epoch, Lightning repeats batches of a loader without state.
     whole = lightning(0.3, epoch=1)
     half = lightning(0.3, save=3, epoch=1)
-    resumed = lightning(0.3, resume=True, epoch=1)
-    resumed.norms, resumed.lrs = half.norms + resumed.norms, half.lrs + resumed.lrs
-    assert resumed == whole
+    assert_same(lightning(0.3, before=half, epoch=1), whole)
 
 
-def test_lightning_refuses_to_clip_by_value(lightning: Callable[..., Trained]) -> None:
+def test_lightning_refuses_to_clip_by_value(lightning):
     with pytest.raises(ValueError, match="clips by the norm"):
         lightning(0.3, gradient_clip_algorithm="value")
 
 
-def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
+# ---- wrappers -----------------------------------------------------------------------------------
+def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale():
     """The wrapper passes isinstance checks, but what is set on it does not reach the optimizer."""
-    module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
     model = new_model()
-    optimizer = FusedAdamW(model.parameters())
-    _, wrapper = module.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+    wrapper = fabrics(FusedAdamW(model.parameters()))
     scaler = GradScaler("cpu")
     scaler.scale(model(*batches()[0])["loss"]).backward()
     with pytest.raises(TypeError, match="a FabricFusedAdamW hands attributes of another"):
@@ -723,15 +644,15 @@ def test_fabrics_wrapper_is_rejected_where_it_would_lose_the_scale() -> None:
 class Proxy:
     """A wrapper as programs write it, which hands on what it lacks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.optimizer, name)
 
 
 class AttributeProxy(Proxy):
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         own = name == "__class__" or name in object.__getattribute__(self, "__dict__")
         read = object.__getattribute__
         return read(self, name) if own else getattr(read(self, "optimizer"), name)
@@ -740,10 +661,10 @@ class AttributeProxy(Proxy):
 class HelperProxy(Proxy):
     """Hands on by a function of another name."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return self._of_inner(name)
 
-    def _of_inner(self, name: str) -> Any:
+    def _of_inner(self, name):
         return getattr(self.optimizer, name)
 
 
@@ -754,61 +675,53 @@ class LambdaProxy(Proxy):
 class PropertyProxy:
     """Hands on what it names."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
 
     param_groups = property(lambda self: self.optimizer.param_groups)
 
-    def step(self, *args: Any) -> Any:
+    def step(self, *args):
         return self.optimizer.step(*args)
 
 
-def proxy_of_a_proxy(optimizer: Any) -> Any:
+def proxy_of_a_proxy(optimizer):
     return Proxy(Proxy(optimizer))
 
 
-def fabrics(optimizer: torch.optim.Optimizer) -> Any:
+def fabrics(optimizer):
     module = pytest.importorskip("lightning.fabric", reason=WITHOUT)
     return module.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
 
 
-def lightnings(optimizer: torch.optim.Optimizer) -> Any:
+def lightnings(optimizer):
     module = pytest.importorskip("lightning.pytorch.core.optimizer", reason=WITHOUT)
     wrapper = module.LightningOptimizer(optimizer)
     wrapper.__dict__["step"] = optimizer.step  # without a strategy, which a Trainer sets
     return wrapper
 
 
-OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=0.1, max_grad_norm=0.3),
-    "container": lambda model: OptimizersContainer(
-        [*model.layers],
-        FusedAdamW,
-        {"lr": 0.1, "max_grad_norm": 0.3},
-    ),
+OURS = {
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), **CLIPPED),
+    "container": lambda model: OptimizersContainer([*model.layers], FusedAdamW, CLIPPED),
     "FSDPadaptOptimizer": lambda model: FSDPadaptOptimizer(
         FusedAdamW(model.parameters(), lr=0.1), clip_grad_norm=0.3
     ),
 }
-
-
 WRAPPERS: list[Any] = [Proxy, AttributeProxy, HelperProxy, LambdaProxy, PropertyProxy]
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, proxy_of_a_proxy, fabrics, lightnings])
 @pytest.mark.parametrize("kind", OURS)
-def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(
-    wrap: Callable[[Any], Any], kind: str
-) -> None:
+def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(wrap, kind):
     """The overflow is skipped, and the clipped gradients are unscaled."""
     model, reference = new_model(), new_model()
     optimizer, theirs = OURS[kind](model), torch.optim.AdamW(reference.parameters(), lr=0.1)
     wrapper = wrap(optimizer)
     scaler, expected = (torch.amp.GradScaler("cpu", init_scale=2.0**16) for _ in range(2))
     for batch in batches(SKIPPED):
-        for own, its in ((model, scaler), (reference, expected)):
-            own.zero_grad()
-            its.scale(own(*batch)["loss"]).backward()
+        for net, its in ((model, scaler), (reference, expected)):
+            net.zero_grad()
+            its.scale(net(*batch)["loss"]).backward()
         scaler.step(wrapper)
         expected.unscale_(theirs)
         nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
@@ -820,22 +733,20 @@ def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(
 
 
 @pytest.mark.parametrize("wrap", [fabrics, lightnings])
-def test_what_is_set_on_an_imitating_wrapper_reaches_the_optimizer(
-    wrap: Callable[[Any], Any],
-) -> None:
+def test_what_is_set_on_an_imitating_wrapper_reaches_the_optimizer(wrap):
     model, same = new_model(), new_model()
     wrapper = wrap(FusedAdamW(model.parameters(), lr=0.1, track=["norms"]))
     direct = FusedAdamW(same.parameters(), lr=0.1, track=["norms"])
-    for own in (wrapper, direct):
-        own.set_schedule(warmup_steps=2, stable_steps=1, decay_steps=2)
-        own.set_loss_scale(4.0)
-        own.max_grad_norm = 0.3
+    for either in (wrapper, direct):
+        either.set_schedule(warmup_steps=2, stable_steps=1, decay_steps=2)
+        either.set_loss_scale(4.0)
+        either.max_grad_norm = 0.3
     for batch in batches(SKIPPED):
-        for own, net in ((wrapper, model), (direct, same)):
+        for either, net in ((wrapper, model), (direct, same)):
             net.zero_grad()
-            (net(*batch)["loss"] * own.control.loss_scale).backward()
-            own.step()
-    torch.testing.assert_close([*model.parameters()], [*same.parameters()], rtol=0, atol=0)
+            (net(*batch)["loss"] * either.control.loss_scale).backward()
+            either.step()
+    assert_same([*model.parameters()], [*same.parameters()])
     assert wrapper.control.skipped_steps == 1
     assert wrapper.telemetry.grad_norms.equal(direct.telemetry.grad_norms)
     assert wrapper.optimizer.state_dict()["state"][0]["torchopt_ext.control"]["steps"] == STEPS
@@ -843,10 +754,10 @@ def test_what_is_set_on_an_imitating_wrapper_reaches_the_optimizer(
 
 # ---- peft and torchao ---------------------------------------------------------------------------
 @pytest.mark.parametrize("quantized", [False, True])
-def test_lora_steps_adapters_only_and_resumes(quantized: bool) -> None:
+def test_lora_steps_adapters_only_and_resumes(quantized):
     peft = pytest.importorskip("peft", reason=WITHOUT)
 
-    def new() -> tuple[nn.Module, FusedAdamW]:
+    def new():
         model = new_model().requires_grad_(False)
         if quantized:
             torchao = pytest.importorskip("torchao.quantization", reason=WITHOUT)
@@ -855,7 +766,7 @@ def test_lora_steps_adapters_only_and_resumes(quantized: bool) -> None:
         lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "3"]))
         return lora, new_optimizer(lora, 0.3)
 
-    def train(model: nn.Module, optimizer: FusedAdamW, data: list[Batch]) -> dict[str, Tensor]:
+    def train(model, optimizer, data):
         for batch in data:
             optimizer.zero_grad()
             model(*batch)["loss"].backward()
@@ -866,15 +777,10 @@ def test_lora_steps_adapters_only_and_resumes(quantized: bool) -> None:
     adapters = train(model, optimizer, batches()[:3])
     names = {name for group in optimizer.param_groups for name in group["param_names"]}
     assert len(names) == len(adapters) == 4 and all("lora_" in name for name in names)
-    state = optimizer.state_dict()
-    state = {
-        **state,
-        "state": {k: {n: v.clone() for n, v in s.items()} for k, s in state["state"].items()},
-    }
+    state = copy.deepcopy(optimizer.state_dict())
     whole = train(model, optimizer, batches()[3:])
     model, optimizer = new()
     peft.set_peft_model_state_dict(model, adapters)
     optimizer.load_state_dict(state)
-    resumed = train(model, optimizer, batches()[3:])
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert_same(train(model, optimizer, batches()[3:]), whole)
     assert not any(torch.equal(adapters[name], whole[name]) for name in whole)
