@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,32 +14,35 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from mixed_precision_checkpoints import checkpoint_cases
 from mixed_precision_common import (
     BASES,
+    BF16,
     DYNAMIC,
     Job,
     assert_alike,
-    full_gradients,
-    full_weights,
     one_mesh,
+    random_tensors,
 )
-from rank_cases import difference, full_tensor, run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.compare import difference
+from tests.support.ranks import full_tensor, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
+    load_checkpoint,
     offload,
     offload_fsdp_optimizer,
-    optimizer_on_device,
+    save_checkpoint,
 )
 from torchopt_ext.optim import rejection
 from torchopt_ext.optim.control import Controlled
+
+folder = Path(sys.argv[1]).parent / "mixed_precision_checkpoints"  # shared by all world sizes
 
 # ---- bits --------------------------------------------------------------------------------------
 
@@ -45,52 +50,12 @@ from torchopt_ext.optim.control import Controlled
 def bits(base: str, dtype: torch.dtype) -> None:
     """Five steps on tensors sharded by rows give the bits of the steps on whole tensors."""
     config = DYNAMIC if dtype == torch.float16 else None
-    sharded = Job(base, dtype, one_mesh(), grad_scal_cfg=config).run(range(5))
-    whole = Job(base, dtype, grad_scal_cfg=config).run(range(5))
+    sharded = Job(base, dtype, grad_scal_cfg=config).run(range(5))
+    whole = Job(base, dtype, None, grad_scal_cfg=config).run(range(5))
     assert sharded.optimizer.grad_norm.equal(whole.optimizer.grad_norm)
     assert sharded.optimizer.loss_scale.equal(whole.optimizer.loss_scale)
-    assert difference(whole.params, full_weights(dtype)) != ""
+    assert difference(whole.params, random_tensors(1, dtype)) != ""
     assert_alike(base, sharded.values(), whole.values())
-
-
-def placements(kind: str) -> None:
-    """Every element counts once in the norm of other placements, with or without a group."""
-    size = dist.get_world_size()
-    if kind == "replicated":
-        mesh, how = one_mesh(), [Replicate()]
-    elif kind == "rows":
-        mesh, how = one_mesh(), [Shard(0)]
-    else:
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        how = [Replicate(), Shard(0)]
-    whole = Job("fused")
-    whole.step(0)
-    for base, group in itertools.product(("adamw", "fused"), (None, dist.group.WORLD)):
-        job = Job(base, mesh=mesh, placements=how, process_group=group)
-        job.step(0)
-        assert job.optimizer.grad_norm.equal(whole.optimizer.grad_norm), (base, group)
-
-
-# ---- decisions ---------------------------------------------------------------------------------
-
-
-def planted(base: str, value: float) -> None:
-    """All ranks skip if one has a non-finite gradient, each in turn. Only the scale changes."""
-    size = dist.get_world_size()
-    job = Job(base, torch.float16, one_mesh(), grad_scal_cfg=DYNAMIC)
-    job.run(range(2))
-    before = job.values()
-    scale = job.optimizer.loss_scale.item()
-    for rank in range(size):
-        job.give(10 + rank)
-        if dist.get_rank() == rank:
-            job.params[0].grad._local_tensor.view(-1)[3] = value
-        assert not job.optimizer.step()
-    assert job.optimizer.loss_scale.item() == scale * 0.5**size
-    assert job.optimizer.skipped_steps.item() == size
-    assert difference(job.values(), before) == ""
-    assert job.step(50)
-    assert job.optimizer.grad_norm.isfinite()
 
 
 def tensor_parallel(base: str) -> None:
@@ -119,89 +84,73 @@ def tensor_parallel(base: str) -> None:
     assert difference([full_tensor(p) for p in sharded], [p.detach() for p in whole]) == ""
 
 
-def planted_on_replicas(base: str, whole_group: bool, hybrid: bool) -> None:
-    """All ranks skip if one replica has a NaN, each in turn, although replicas count once."""
-    size = dist.get_world_size()
-    mesh, how = one_mesh(), [Replicate()]
-    if hybrid:
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        how = [Replicate(), Shard(0)]
-    group = dist.group.WORLD if whole_group else None
-    job = Job(base, mesh=mesh, placements=how, process_group=group)
+# ---- decisions ---------------------------------------------------------------------------------
+
+
+def one_decision(base: str, kind: str, whole_group: bool, value: float) -> None:
+    """All ranks skip if one has a non-finite gradient, each in turn. Only the scale changes.
+
+    Every element counts once in the norm, replicas too, with or without a process group.
+    """
+    size, group = dist.get_world_size(), dist.group.WORLD if whole_group else None
+    job = Job(base, torch.float16, kind, grad_scal_cfg=DYNAMIC, process_group=group)
+    whole = Job(base, torch.float16, None, grad_scal_cfg=DYNAMIC)
+    for one in (job, whole):
+        one.run(range(2))
+    assert job.optimizer.grad_norm.equal(whole.optimizer.grad_norm)
+    before, scale = job.values(), job.optimizer.loss_scale.item()
     for rank in range(size):
-        job.give(rank)
+        job.give(10 + rank)
         if dist.get_rank() == rank:
-            job.params[0].grad._local_tensor.view(-1)[1] = float("nan")
+            job.params[0].grad._local_tensor.view(-1)[3] = value
         assert not job.optimizer.step()
-    assert difference([full_tensor(param) for param in job.params], full_weights(job.dtype)) == ""
+    assert job.optimizer.loss_scale.item() == scale * 0.5**size
+    assert job.optimizer.skipped_steps.item() == size
+    assert difference(job.values(), before) == ""
+    assert job.step(50)
+    assert job.optimizer.grad_norm.isfinite()
 
 
-def separate_experts(base: str) -> None:
-    """Steps experts on separate meshes and a dense part on all ranks, without a process group.
+def experts(base: str, whole_group: bool) -> None:
+    """Steps a dense part over all ranks and one expert over each half of the ranks.
 
-    Ranks agree on the decision by the dense part's mesh, but not on the norm.
+    All ranks skip if an expert that only half of the ranks hold has an infinity: they agree by the
+    dense part's mesh. On the norm they agree only by a process group.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    mine = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))["shard"]
+    world, mine = (
+        one_mesh(),
+        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("e", "s"))["s"],
+    )
+    half = rank // (size // 2)
+    weights = [torch.ones(10, 70), torch.full((6, 80), 1.0), torch.full((6, 80), 2.0)]
+    dense, *each = (weight.to(BF16) for weight in weights)
     params = [
-        nn.Parameter(distribute_tensor(torch.ones(8, 70, dtype=torch.bfloat16), mesh, [Shard(0)]))
-        for mesh in (one_mesh(), mine)
+        nn.Parameter(distribute_tensor(dense, world, [Shard(0)])),
+        nn.Parameter(distribute_tensor(each[half], mine, [Shard(0)])),
     ]
-    optimizer = FSDPadaptOptimizer(BASES[base](params))
-    outcomes = []
+    group = dist.group.WORLD if whole_group else None
+    optimizer = FSDPadaptOptimizer(BASES[base](params), process_group=group)
+    outcomes, norms = [], []
     for step in range(3):
-        for param, mesh in zip(params, (one_mesh(), mine), strict=True):
-            ones = torch.ones(8, 70, dtype=torch.bfloat16)
-            param.grad = distribute_tensor(ones, mesh, [Shard(0)])
+        params[0].grad = distribute_tensor(0.5 * dense, world, [Shard(0)])
+        params[1].grad = distribute_tensor(0.25 * each[half], mine, [Shard(0)])
         if step == 1 and rank == size - 1:
             params[1].grad._local_tensor[0, 0] = float("inf")
         outcomes.append(bool(optimizer.step()))
+        norms.append(optimizer.grad_norm.item())
     assert outcomes == [True, False, True]
+    squares = 0.25 * 700, 480 / 16, 480 / 4
+    assert not whole_group or norms[::2] == [pytest.approx(sum(squares) ** 0.5, rel=1e-14)] * 2
 
 
 def small_group() -> None:
     """Steps with a process group of two of the four ranks of a parameter's mesh."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    job = Job("fused", mesh=one_mesh(), process_group=halves[dist.get_rank() // 2])
-    job.give(0)
+    job = Job("fused", process_group=halves[dist.get_rank() // 2])
     ranks = r"\[0, 1\]" if dist.get_rank() < 2 else r"\[2, 3\]"
     with pytest.raises((RuntimeError, ValueError), match=f"process_group has the ranks {ranks}"):
-        job.optimizer.step()
-
-
-def two_meshes(base: str) -> None:
-    """Steps a dense part over all ranks and one expert over each half of the ranks.
-
-    All ranks skip if an expert that only half of the ranks hold has a NaN.
-    """
-    size, rank = dist.get_world_size(), dist.get_rank()
-    world = one_mesh()
-    halves = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("expert", "shard"))
-    mine = halves["shard"]
-    half = rank // (size // 2)
-    experts = [torch.full((6, 80), float(n + 1), dtype=torch.bfloat16) for n in range(2)]
-    dense = torch.ones(10, 70, dtype=torch.bfloat16)
-    of_experts = [torch.full_like(expert, 0.25 * expert[0, 0]) for expert in experts]
-    gradients = [torch.full_like(dense, 0.5), *of_experts]
-    params = [
-        nn.Parameter(distribute_tensor(dense, world, [Shard(0)])),
-        nn.Parameter(distribute_tensor(experts[half], mine, [Shard(0)])),
-    ]
-    optimizer = FSDPadaptOptimizer(BASES[base](params), process_group=dist.group.WORLD)
-    outcomes, norms = [], []
-    for step in range(3):
-        params[0].grad = distribute_tensor(gradients[0], world, [Shard(0)])
-        params[1].grad = distribute_tensor(gradients[1 + half], mine, [Shard(0)])
-        if step == 1 and rank == size - 1:  # in an expert that only half of the ranks hold
-            params[1].grad._local_tensor[0, 0] = float("nan")
-        outcomes.append(bool(optimizer.step()))
-        norms.append(optimizer.grad_norm.item())
-    whole = FSDPadaptOptimizer(BASES[base]([nn.Parameter(t.clone()) for t in (dense, *experts)]))
-    for param, grad in zip(whole.params_by_group[0], gradients, strict=True):
-        param.grad = grad.clone()
-    whole.step()
-    assert outcomes == [True, False, True]
-    assert norms[::2] == [whole.grad_norm.item()] * 2
+        job.step(0)
 
 
 def plain_shards() -> None:
@@ -271,44 +220,39 @@ def train(model: nn.Module, optimizer: FSDPadaptOptimizer, ranks: Sequence[int])
         optimizer.step()
 
 
+def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for module in (*model.children(), model):
+        if not isinstance(module, nn.Tanh):
+            fully_shard(module, mesh=one_mesh(), **options)
+    return model
+
+
+NETWORKS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": fully_sharded,
+    "offloaded fsdp": lambda model: fully_sharded(
+        model, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
+}
+
+
 def real_training(kind: str, base: str) -> None:
     """FSDP2 and DDP train close to one process that sees all ranks' batches: bf16 sums have another
     order."""
-    ranks = range(dist.get_world_size())
-    alone = network()
+    alone, model = network(), network()
     reference = FSDPadaptOptimizer(BASES[base](alone.parameters()))
-    train(alone, reference, ranks)
-    model: nn.Module = network()
-    if kind == "ddp":
-        wrapped: nn.Module = DistributedDataParallel(model)
-    else:
-        policy = CPUOffloadPolicy(pin_memory=False) if kind == "offloaded fsdp" else None
-        wrap = functools.partial(fully_shard, mesh=one_mesh())
-        if policy is not None:
-            wrap = functools.partial(wrap, offload_policy=policy)
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                wrap(layer)
-        wrapped = wrap(model)
+    train(alone, reference, range(dist.get_world_size()))
+    wrapped = NETWORKS[kind](model)
     optimizer = FSDPadaptOptimizer(BASES[base](model.parameters()))
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     train(wrapped, optimizer, [dist.get_rank()])
     scheduler.step()
-    weights = [full_tensor(p).float() for p in model.parameters()]
-    expected = [p.detach().float() for p in alone.parameters()]
-    starts = [p.detach().float() for p in network().parameters()]
+    weights, expected, starts = (
+        [full_tensor(p).float() for p in each.parameters()] for each in (model, alone, network())
+    )
     moved = min((a - b).abs().max() for a, b in zip(expected, starts, strict=True))
     assert moved > 0.005
     assert max((a - b).abs().max() for a, b in zip(weights, expected, strict=True)) < 0.3 * moved
-
-    def masters() -> list[Tensor]:
-        saved = optimizer.state_dict()["flat_fp32_weights"]
-        return [full_tensor(weight) for own in saved.values() for weight in own]
-
-    before = masters()
-    offload_fsdp_optimizer(optimizer)
-    with optimizer_on_device(optimizer):
-        assert difference(masters(), before) == ""
 
 
 def moved_shards(base: str) -> None:
@@ -320,7 +264,7 @@ def moved_shards(base: str) -> None:
         real_init(self, tensors)
         kept.update(memory.data_ptr() for memory in self.memory)
 
-    job, plain = Job(base, mesh=one_mesh()), Job(base, mesh=one_mesh())
+    job, plain = Job(base), Job(base)
     with (
         mock.patch.object(offload._Kept, "__init__", init),
         mock.patch.object(
@@ -371,55 +315,114 @@ def rejected_as_on_a_gpu(base: str) -> None:
 
 def resharded(base: str) -> None:
     """A step is rejected if a parameter's placement changed after the optimizer was made."""
-    job = Job(base, mesh=one_mesh()).run(range(1))
-    param = job.params[0]
-    moved = distribute_tensor(full_weights(job.dtype)[0], one_mesh(), [Shard(1)])
-    torch.utils.swap_tensors(param, nn.Parameter(moved))
+    job = Job(base).run(range(1))
+    param, how = job.params[0], (one_mesh(), [Shard(1)])
+    torch.utils.swap_tensors(
+        param, nn.Parameter(distribute_tensor(random_tensors(1, job.dtype)[0], *how))
+    )
     job.give(1)
-    param.grad = distribute_tensor(full_gradients(1, job.dtype)[0], one_mesh(), [Shard(1)])
+    param.grad = distribute_tensor(random_tensors(101, job.dtype)[0], *how)
     before = [full_tensor(p).clone() for p in job.params]
     with pytest.raises((RuntimeError, ValueError), match=r"parameter 0.*Shard\(dim=1\)"):
         job.optimizer.step()
     assert difference([full_tensor(p) for p in job.params], before) == ""
 
 
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def chain(base: str) -> None:
+    """Trains on 4 ranks, then resumes on 2 and on 1, as if never interrupted.
+
+    An unsharded optimizer loads the checkpoint.
+    """
+    steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[dist.get_world_size()]
+    dtype = BF16 if base == "remainder" else torch.float16
+    job, unsharded, whole = (
+        Job(base, dtype, kind, grad_scal_cfg=DYNAMIC) for kind in ("rows", None, None)
+    )
+    path = folder / base
+    if steps.start:
+        load_checkpoint(job.optimizer, path)
+    job.run(steps)
+    save_checkpoint(job.optimizer, path)
+    whole.run(range(steps.stop))
+    load_checkpoint(unsharded.optimizer, path)
+    assert_alike(base, job.values(), whole.values())
+    assert job.optimizer.grad_scaler.state_dict() == whole.optimizer.grad_scaler.state_dict()
+    assert difference(unsharded.values(), job.values()) == ""
+    assert not list(folder.glob(f"{base}.*")), "nothing is left behind"
+
+
+def rank_files(base: str) -> None:
+    """LightRFT's files, one per rank, load. If a rank cannot read its file, all ranks raise and
+    none changes."""
+    path = folder / f"ranks-{base}-{dist.get_world_size()}"
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    job, fresh = Job(base).run(range(3)), Job(base)
+    torch.save(job.optimizer.state_dict(), path / f"_rank{dist.get_rank()}")
+    load_checkpoint(fresh.optimizer, path)
+    assert difference(fresh.values(), job.values()) == ""
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        whole = (path / f"_rank{last}").read_bytes()
+        (path / f"_rank{last}").write_bytes(whole[: len(whole) // 2])
+    before = fresh.values()
+    with pytest.raises((RuntimeError, ValueError), match=f"_rank{last}"):
+        load_checkpoint(fresh.optimizer, path)
+    assert difference(fresh.values(), before) == ""
+
+
+def bad_checkpoints() -> None:
+    """What one rank cannot load or save is rejected on all ranks, and nothing changes."""
+    job, other = (Job("fused", kind=kind).run(range(2)) for kind in ("rows", "replicated"))
+    before, path = job.values(), folder / f"hook-{dist.get_world_size()}"
+    states = other.optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"saved weight of parameter 0.*Replicate\(\)"):
+        job.optimizer.load_state_dict(states)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        load_checkpoint(job.optimizer, folder / "nothing")
+    assert difference(job.values(), before) == ""
+    save_checkpoint(job.optimizer, path)
+    job.run(range(2, 3))
+    if dist.get_rank() == 1:
+        job.optimizer.register_state_dict_pre_hook(lambda _: 1 / 0)
+    with pytest.raises((ValueError, ZeroDivisionError), match="division by zero"):
+        save_checkpoint(job.optimizer, path)
+    fresh = Job("fused")
+    load_checkpoint(fresh.optimizer, path)
+    assert difference(fresh.values(), before) == ""
+
+
 def cases() -> dict[str, Callable[[], None]]:
-    size = dist.get_world_size()
-    found = checkpoint_cases()
-    if size == 1:
-        return found
-    for base in BASES:
-        found[f"bits {base} bfloat16"] = functools.partial(bits, base, torch.bfloat16)
-        if base != "remainder":
-            found[f"bits {base} float16"] = functools.partial(bits, base, torch.float16)
-        if base in ("fused", "adamw", "sgd"):
-            found[f"planted nan {base}"] = functools.partial(planted, base, float("nan"))
-            found[f"planted inf {base}"] = functools.partial(planted, base, float("inf"))
-    for kind in ("replicated", "rows", *(["hybrid"] if size == 4 else [])):
-        found[f"placements {kind}"] = functools.partial(placements, kind)
-    found["plain shards"] = plain_shards
-    for base in ("fused", "remainder", "sgd"):
-        found[f"moved shards {base}"] = functools.partial(moved_shards, base)
-    for base in ("fused", "sgd"):
-        found[f"rejected {base}"] = functools.partial(rejected_as_on_a_gpu, base)
-        for last in (False, True):
-            name = f"without {'last' if last else 'first'} gradient {base}"
-            found[name] = functools.partial(without_gradient, base, last)
-        found[f"resharded {base}"] = functools.partial(resharded, base)
-        for kind in ("fsdp", "offloaded fsdp", "ddp"):
-            found[f"{kind} {base}"] = functools.partial(real_training, kind, base)
+    size, each = dist.get_world_size(), ("fused", "sgd")
+    folder.mkdir(exist_ok=True)
+    rows: list[tuple[Any, ...]] = [(chain, base) for base in BASES]
+    if size > 1:
+        both = [*itertools.product(each, (False, True))]
+        kinds = ["rows", "replicated", *(["hybrid"] if size == 4 else [])]
+        rows += [(bits, base, BF16) for base in BASES]
+        rows += [(bits, base, torch.float16) for base in BASES if base != "remainder"]
+        rows += [
+            (one_decision, base, kind, in_group, float("inf" if in_group else "nan"))
+            for (base, in_group), kind in itertools.product(both, kinds)
+        ]
+        rows += [(one_decision, "adamw", "rows", False, float("-inf"))]
+        rows += [(moved_shards, base) for base in (*each, "remainder")]
+        rows += [
+            (case, base) for case in (rank_files, rejected_as_on_a_gpu, resharded) for base in each
+        ]
+        rows += [(without_gradient, *row) for row in both]
+        rows += [(real_training, *row) for row in itertools.product(NETWORKS, each)]
+        rows += [(plain_shards,), (bad_checkpoints,)]
         if size == 4:
-            found["small group"] = small_group
-            for in_group in (False, True):
-                for kind in ("hybrid", "replicated"):
-                    name = f"{kind} replicas{' in a group' if in_group else ''} {base}"
-                    found[name] = functools.partial(
-                        planted_on_replicas, base, in_group, kind == "hybrid"
-                    )
-            found[f"tensor parallel {base}"] = functools.partial(tensor_parallel, base)
-            found[f"separate experts {base}"] = functools.partial(separate_experts, base)
-            found[f"two meshes {base}"] = functools.partial(two_meshes, base)
-    return found
+            rows += [(small_group,), *((experts, *row) for row in both)]
+            rows += [(tensor_parallel, base) for base in each]
+    return {
+        " ".join(map(str, (case.__name__, *arguments))): functools.partial(case, *arguments)
+        for case, *arguments in rows
+    }
 
 
 if __name__ == "__main__":
