@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -21,8 +16,9 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
-from ...support.compare import assert_same_bits, bits
-from ..optim.independent import floats, is_upper_tie, join, split8, words
+from ...support.compare import assert_same_bits, unchanged
+from ...support.oracle import is_upper_tie, words
+from .jobs import exact_weights, kept, train
 
 BF16 = torch.bfloat16
 ADAM: dict[str, Any] = {"lr": 0.02}
@@ -56,35 +52,6 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def train(model: nn.Module, optimizer: Any, seeds: Any) -> None:
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(BF16).to(param.dtype)
-        optimizer.step()
-
-
-def exact_weights(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Returns the weights from which the parameters are rounded."""
-    if isinstance(optimizer, FSDPadaptOptimizer):
-        return [w for own in optimizer.state_dict()["flat_fp32_weights"].values() for w in own]
-    states = [optimizer.state[param] for param in model.parameters()]
-    if "master_weight" in states[0]:
-        return [state["master_weight"] for state in states]
-    (kind,) = {"remainder", "remainder8"} & states[0].keys()
-    pairs = zip(model.parameters(), states, strict=True)
-    return [floats(join(p, state[kind])).view_as(p) for p, state in pairs]
-
-
-def kept(weights: Iterable[Tensor], kind: str | None) -> list[Tensor]:
-    """Returns the stored part of float32 weights: an 8-bit remainder keeps 24 of their bits."""
-    if kind != "remainder8":
-        return [weight.detach().clone() for weight in weights]
-    split = [(weight, *split8(words(weight))) for weight in weights]
-    pairs = [(w, high.astype("int64") << 16, low << 8) for w, high, low in split]
-    return [floats((high + low).astype("uint64")).view_as(w) for w, high, low in pairs]
-
-
 @each_kind
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("by", ["name", "parameter"])
@@ -104,22 +71,22 @@ def test_an_fp32_model_becomes_a_bf16_one_with_all_bits(kind: str, steps: int, b
         given = {param: value.detach() for param, value in pairs}
     assert optimizer.refresh_masters(from_=given) is None
     assert_same_bits(model.parameters(), [p.to(BF16) for p in source.parameters()])
-    eight = "remainder8" if kind == "8-bit remainders" else None
-    if not steps and not eight:
-        twin = FusedAdamW(source.parameters(), **ADAM, max_grad_norm=optimizer_clip(optimizer))
-        train(model, optimizer, [5])
-        train(source, twin, [5])
-        if kind == "wrapped AdamW":  # torch's formula rounds in another order
-            for mine, theirs in zip(
-                exact_weights(model, optimizer), source.parameters(), strict=True
-            ):
-                torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7)
-            return
-    assert_same_bits(exact_weights(model, optimizer), kept(source.parameters(), eight))
-
-
-def optimizer_clip(optimizer: Any) -> float | None:
-    return 1.0 if isinstance(optimizer, FSDPadaptOptimizer) else None
+    if steps or kind == "8-bit remainders":
+        held = "remainder8" if kind == "8-bit remainders" else "fp32"
+        assert_same_bits(exact_weights(model, optimizer), kept(source.parameters(), held))
+        return
+    clip = 1.0 if isinstance(optimizer, FSDPadaptOptimizer) else None
+    twin = FusedAdamW(source.parameters(), **ADAM, max_grad_norm=clip)
+    train(model, optimizer, [5])
+    train(source, twin, [5])
+    for exact, weight in zip(exact_weights(model, optimizer), source.parameters(), strict=True):
+        # torch's formula rounds in another order
+        torch.testing.assert_close(
+            exact,
+            weight.detach(),
+            rtol=1e-6 if kind == "wrapped AdamW" else 0.0,
+            atol=1e-7 if kind == "wrapped AdamW" else 0.0,
+        )
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -176,101 +143,11 @@ def test_weights_that_do_not_fit_change_nothing(kind: str, wrong: str) -> None:
     change, message = WRONG[wrong]
     change(given)
     given["0.bias"] = torch.ones(2)
-    tensors = [*model.parameters(), *exact_weights(model, optimizer)]
-    before = [bits(tensor) for tensor in tensors]
-    with pytest.raises(ValueError, match=rf"'0.bias' has shape \(2,\).*{message}"):
+    with (
+        unchanged(optimizer, model),
+        pytest.raises(ValueError, match=rf"'0.bias' has shape \(2,\).*{message}"),
+    ):
         optimizer.refresh_masters(from_=given)
-    assert [bits(tensor) for tensor in tensors] == before
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("stepped", [0, 2])
-@pytest.mark.parametrize("copied", [False, True])
-def test_masters_that_a_full_state_dict_lacks_are_the_models(
-    one_rank: None, stepped: int, model_first: bool, copied: bool
-) -> None:
-    """torch adds this optimizer's own masters, of the weights before the load."""
-    options = StateDictOptions(full_state_dict=True)
-    source = fp32_model().to(BF16)
-    twin = torch.optim.AdamW(source.parameters(), **ADAM)
-    train(source, twin, range(3))
-    model = fp32_model(seed=1).to(BF16)
-    optimizer = FusedAdamW(model.parameters(), **ADAM, master_weights="fp32")
-    train(model, optimizer, range(stepped))
-    if model_first:
-        model.load_state_dict(source.state_dict())
-    saved = get_optimizer_state_dict(source, twin, options=options)
-    set_optimizer_state_dict(model, optimizer, saved, options=options)
-    model.load_state_dict(source.state_dict())
-    if copied:
-        model, optimizer = copy.deepcopy((model, optimizer))
-    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    train(model, optimizer, [3])
-    assert_same_bits(model.parameters(), source.parameters())
-    # Masters in the dict are loaded and used.
-    saved = get_optimizer_state_dict(model, optimizer, options=options)
-    masters = [weight.clone() for weight in exact_weights(model, optimizer)]
-    masters[0] *= 1 + 2**-12  # rounds to the weight
-    for entry, master in zip(saved["state"].values(), masters, strict=True):
-        entry["master_weight"] = master
-    set_optimizer_state_dict(model, optimizer, saved, options=options)
-    train(model, optimizer, [4])
-    assert_same_bits(exact_weights(model, optimizer), masters)
-
-
-@pytest.mark.parametrize("kept", ["fp32", "remainder"])
-def test_masters_of_another_kind_come_whole_through_a_full_state_dict(
-    one_rank: None, kept: str
-) -> None:
-    """torch passes both the dict's masters and this optimizer's own."""
-    options = StateDictOptions(full_state_dict=True)
-    made = {"fp32": "remainder", "remainder": "fp32"}[kept]
-    source, model = (fp32_model(seed).to(BF16) for seed in range(2))
-    saving = FusedAdamW(source.parameters(), **ADAM, master_weights=kept)
-    loading = FusedAdamW(model.parameters(), **ADAM, master_weights=made)
-    train(source, saving, range(3))
-    saved = get_optimizer_state_dict(source, saving, options=options)
-    set_optimizer_state_dict(model, loading, saved, options=options)
-    model.load_state_dict(source.state_dict())
-    loading.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    train(model, loading, [3])
-    expected = exact_weights(source, saving)
-    for mine, other in zip(exact_weights(model, loading), expected, strict=True):
-        # A tie that rounds to an even neighbor moves by its last bit (numerics.md, section 7).
-        torch.testing.assert_close(mine, other, rtol=2**-23, atol=0)
-
-
-@pytest.mark.parametrize("saved_as", ["int8", "fp32"])
-def test_a_flat_dict_without_the_moments_says_the_way(one_rank: None, saved_as: str) -> None:
-    """torch drops entries that the optimizer does not have."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model = nn.Linear(64, 4)
-    saving, loading = (
-        FusedAdamW(model.parameters(), **ADAM, state_dtype="int8" if kind else None)
-        for kind in (saved_as == "int8", saved_as == "fp32")
-    )
-    train(model, saving, range(2))
-    train(model, loading, range(2))
-    saved = get_optimizer_state_dict(model, saving, options=options)
-    with pytest.raises(ValueError, match=r"is missing \(a flat dict .* the nested dict"):
-        set_optimizer_state_dict(model, loading, saved, options=options)
-
-
-def test_float_moments_become_codes_through_a_full_state_dict(one_rank: None) -> None:
-    """torch also passes this optimizer's own scales."""
-    options = StateDictOptions(full_state_dict=True)
-    source, model, direct = (nn.Linear(64, 4) for _ in range(3))
-    twin = torch.optim.AdamW(source.parameters(), **ADAM)
-    train(source, twin, range(3))
-    ours = [FusedAdamW(m.parameters(), **ADAM, state_dtype="int8") for m in (model, direct)]
-    saved = get_optimizer_state_dict(source, twin, options=options)
-    set_optimizer_state_dict(model, ours[0], saved, options=options)
-    ours[1].load_state_dict(twin.state_dict())
-    for name in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale_v2"):
-        found, expected = (
-            o.state[m.weight][name] for o, m in zip(ours, (model, direct), strict=True)
-        )
-        assert_same_bits([found], [expected])
 
 
 def test_a_models_whole_state_dict_serves() -> None:
@@ -308,35 +185,15 @@ def test_names_and_masters_have_to_be_there() -> None:
     assert len(optimizer.state) == 4
 
 
-@pytest.mark.parametrize("source", ["torch's", None, "fp32", "remainder", "remainder8"])
-@pytest.mark.parametrize("target", [None, "fp32", "remainder", "remainder8"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_flat_dict_with_any_kind_of_master_loads(source: Any, target: Any, steps: int) -> None:
-    """A container makes its master from the loaded master, or else from the weight."""
-    model, other = fp32_model().to(BF16), fp32_model(seed=1).to(BF16)
-    cls = FusedAdamW if source != "torch's" else torch.optim.AdamW
-    kwargs = {"master_weights": source} if cls is FusedAdamW else {}
-    saving = OptimizersContainer([model], cls, ADAM | kwargs)
-    train(model, saving, range(2))
-    loading = OptimizersContainer([other], FusedAdamW, {"lr": 0.3, "master_weights": target})
-    train(other, loading, range(5, 5 + steps))
-    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
-    other.load_state_dict(model.state_dict())
-    exact = [p.detach().float() for p in model.parameters()]
-    if source not in ("torch's", None):
-        exact = exact_weights(model, saving)
-    exact = kept(exact, target)
-    loading.param_groups[0]["lr"] = 0.0
-    train(other, loading, [2])
-    assert_same_bits(other.parameters(), model.parameters())
-    if target is not None:
-        assert_same_bits(exact_weights(other, loading), exact)
-    assert all(float(state["step"]) == 3 for state in loading.state.values())
-    other[2].requires_grad_(False)
-    saved = {k: v for k, v in saving.state_dict().items() if not k.startswith("state.2.")}
-    loading.load_state_dict(saved)  # saved before the first step of a layer that is frozen now
-    held = loading.state[other[2].weight].keys()
-    assert not held & {"master_weight", "remainder", "remainder8"}
+def test_a_layer_saved_before_its_first_step_gets_no_master() -> None:
+    """It may be frozen now, and is absent from the dict."""
+    model = fp32_model().to(BF16)
+    optimizer = container(model, master_weights="fp32")
+    train(model, optimizer, range(2))
+    model[2].requires_grad_(False)  # type: ignore[index]
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict({k: v for k, v in saved.items() if not k.startswith("state.2.")})
+    assert "master_weight" not in optimizer.state[model[2].weight]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

@@ -1,0 +1,153 @@
+"""Every reader of a state dict reports all problems at once, before the first write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, ZeroRedundancyOptimizer
+from torchopt_ext.containers import OptimizersContainer
+
+from ...support.compare import assert_same, unchanged
+from .jobs import job, model_of, optimizer_of, train
+
+BASES = {"ours": FusedAdamW, "torch's": torch.optim.AdamW}
+KINDS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "optimizer": lambda model, _: FusedAdamW(model.named_parameters()),
+    "container": lambda model, cls: OptimizersContainer([model], cls, {}),
+    "wrapper": lambda model, cls: FSDPadaptOptimizer(cls(model.named_parameters())),
+    "sharded": lambda model, cls: ZeroRedundancyOptimizer(model.named_parameters(), cls),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_wrong_is_reported_at_once(one_rank: Any, kind: str, base: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 5))
+    optimizer = KINDS[kind](model, BASES[base])
+    train(model, optimizer, [0])
+    if kind == "sharded":
+        optimizer.consolidate_state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if kind == "container":
+        names = [f"state.{name}." for name, _ in model.named_parameters()]
+        wrong = {names[0] + "exp_avg": torch.ones(2), names[1] + "exp_avg_sq": 1.0}
+        wrong |= {name + "step": -1.0 for name in names[2:]} | {"param_groups.0.weight.lr": "fast"}
+        saved |= wrong
+        shown = list(wrong)[:5]
+    else:
+        indexed = saved.get("base_optim_states", saved)
+        indexed["state"][0]["exp_avg"] = torch.ones(2)
+        indexed["state"][1]["exp_avg_sq"] = 1.0
+        for index in range(2, 6):
+            indexed["state"][index]["step"] = -1.0
+        indexed["param_groups"][0]["lr"] = "fast"
+        shown = ["exp_avg of parameter 0", "exp_avg_sq of parameter 1"]
+        shown += [f"step of parameter {index}" for index in range(2, 5)]
+    with unchanged(optimizer, model):
+        with pytest.raises(ValueError, match=r"and \d more") as caught:
+            optimizer.load_state_dict(saved)
+        assert all(each in str(caught.value) for each in shown)
+        if kind == "container":
+            del saved[names[2] + "step"]  # a missing key raises KeyError, which lists the others
+            with pytest.raises(KeyError, match=r"step' is missing; .*and \d more"):
+                optimizer.load_state_dict(saved)
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
+    return lambda entry: entry.update({new: entry.pop(old)})
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], object]:
+    return lambda entry: entry.update({name: change(entry[name])})
+
+
+SCALE, SQ = "exp_avg_scale_v2", "exp_avg_sq_codes"
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no scale": (lambda entry: entry.pop(SCALE), f"{SCALE} of .* is missing beside"),
+    "shape of scales": (changed(SCALE, lambda t: t[:, :1]), rf"{SCALE} of .* has shape \(30, 1\)"),
+    "layout of scales": (changed(SCALE, lambda t: t.to_sparse()), f"{SCALE} of .* has .*sparse"),
+    "other format": (
+        renamed(SCALE, "exp_avg_scale_v3"), "scale_v3 of .* is of another format",
+    ),
+    "signed codes": (changed(SQ, lambda t: t.to(torch.int8)), f"{SQ} of .* is torch.int8"),
+    "float codes": (changed("exp_avg_codes", lambda t: t.float()), "codes of .* is torch.float32"),
+    "codes as moments": (renamed("exp_avg_codes", "exp_avg"), "exp_avg of .* is torch.int8"),
+    **{
+        f"step {step!r}": (changed("step", lambda _, to=step: to), "step of .*, expected a count")
+        for step in (np.bool_(True), np.array([1, 2]), np.float32("nan"), np.float32(0.5), "3", -1)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", ["fp32 moments", "int8", "torch"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_entry(held: str, wrong: str) -> None:
+    """A wrapper checks torch's classes, which check less."""
+    _, source = job("optimizer", "int8", 1, 1, torch.float32)
+    target = optimizer_of(other := model_of(2, torch.float32), held)
+    train(other, target, [1])
+    saved = copy.deepcopy(source.state_dict())
+    change, message = WRONG[wrong]
+    change(saved["state"][0])
+    if held == "torch":
+        target = FSDPadaptOptimizer(target)
+        saved = {**target.state_dict(), "base_optim_states": saved}
+        message = message if "step" in wrong else "belongs to 8-bit moments, which this optimizer"
+    with unchanged(target, other), pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved)
+
+
+def test_entries_of_no_known_meaning_are_checked_by_those_held() -> None:
+    model = nn.Linear(3, 4)
+    container = OptimizersContainer([model], torch.optim.NAdam, {})
+    train(model, container, [0])
+    wrong = copy.deepcopy(container.state_dict()) | {"state.bias.mu_product": torch.ones(3)}
+    wrong["state.weight.exp_avg"] += 1
+    message = r"'state\.bias\.mu_product' has shape|is not a number"
+    with unchanged(container, model), pytest.raises(ValueError, match=message):
+        container.load_state_dict(wrong)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def test_regrouped_state_is_not_another_optimizers(one_rank: Any) -> None:
+    """torch's set_optimizer_state_dict drops the options of parameters that were regrouped."""
+    model = nn.Linear(3, 4)
+    optimizer = FusedAdamW(model.parameters())
+    train(model, optimizer, [0])
+    regrouped = FusedAdamW([{"params": [p]} for p in model.parameters()])
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"group 0 has no options.*build the groups that were"):
+        set_optimizer_state_dict(model, regrouped, saved)
+    regrouped.init_state()
+    saved = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    set_optimizer_state_dict(model, regrouped, saved, options=FLAT)
+    for p in model.parameters():
+        assert_same(regrouped.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize(("saved", "held"), [("int8", "plain"), ("plain", "int8")])
+def test_a_flat_dict_without_the_moments_says_the_way(
+    one_rank: None, saved: str, held: str
+) -> None:
+    """torch drops entries that the optimizer does not have."""
+    model = nn.Linear(64, 4)
+    saving, loading = (optimizer_of(model, each) for each in (saved, held))
+    for optimizer in (saving, loading):
+        train(model, optimizer, range(2))
+    flat = get_optimizer_state_dict(model, saving, options=FLAT)
+    with pytest.raises(ValueError, match=r"is missing \(a flat dict .* the nested dict"):
+        set_optimizer_state_dict(model, loading, flat, options=FLAT)
