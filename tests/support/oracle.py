@@ -359,15 +359,13 @@ def digest_array(tensor: Tensor, parameter: int, role: int, places: list[int] | 
 
 
 ROLES = {
-    "exp_avg": EXP_AVG,
-    "exp_avg_sq": EXP_AVG_SQ,
-    "exp_avg_codes": EXP_AVG,
-    "exp_avg_sq_codes": EXP_AVG_SQ,
+    **dict.fromkeys(("exp_avg", "exp_avg_codes"), EXP_AVG),
+    **dict.fromkeys(("momentum_buffer", "momentum_buffer_codes"), EXP_AVG),
+    **dict.fromkeys(("exp_avg_sq", "exp_avg_sq_codes"), EXP_AVG_SQ),
     "max_exp_avg_sq": MAX_EXP_AVG_SQ,
-    "master_weight": MASTER,
-    "remainder": MASTER,
-    "remainder8": MASTER,
+    **dict.fromkeys(("master_weight", "remainder", "remainder8"), MASTER),
 }
+SCALE_ROLES = {"exp_avg_scale_v2": 5, "momentum_buffer_scale_v2": 5, "exp_avg_sq_scale_v2": 6}
 
 
 def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
@@ -375,9 +373,72 @@ def digest(parameter: int, weight: Tensor, state: dict[str, Tensor]) -> int:
     parameter unless it has a master weight."""
     total = 0 if "master_weight" in state else digest_array(weight, parameter, PARAM)
     total += sum(digest_array(state[k], parameter, r) for k, r in ROLES.items() if k in state)
-    for role, name in enumerate(("exp_avg_scale_v2", "exp_avg_sq_scale_v2"), 5):
+    for name, role in SCALE_ROLES.items():
         if name in state:
             row = weight[0].numel()
             groups = [i for i in range(weight.numel()) if i % row % 64 == 0]
             total += digest_array(state[name], parameter, role, groups)
     return total % 2**64
+
+
+# ---- a parameter as it is held -----------------------------------------------------------------
+
+
+class Held:
+    """A parameter under steps: its exact weight and its states, as the options have them rounded.
+
+    Args:
+        count: the number of the algorithm's states.
+        number: the parameter's number, from which random bits are drawn.
+        options: ``master_weights``, ``state_dtype``, ``stochastic_rounding``, ``rounding_seed``.
+    """
+
+    def __init__(
+        self, algorithm: str, param: Tensor, count: int, number: int, **options: Any
+    ) -> None:
+        self.algorithm, self.dtype, self.number = algorithm, param.dtype, number
+        self.wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        self.master = options.get("master_weights")
+        usual = self.wide if self.master else self.dtype
+        self.state_dtype = options.get("state_dtype") or usual
+        self.seed = options.get("rounding_seed", 0) if options.get("stochastic_rounding") else None
+        self.weight, self.steps = param.detach().to(self.wide, copy=True), 0
+        self.states = [torch.zeros_like(self.weight) for _ in range(count)]
+
+    def step(self, group: Mapping[str, Any], grad: Tensor, grad_factor: float = 1.0) -> None:
+        self.steps += 1
+        wide, states = step(
+            self.algorithm, group, self.steps, self.weight, grad, self.states, grad_factor
+        )
+        self.states = [self._rounded(x, self.state_dtype, i) for i, x in enumerate(states, 1)]
+        if self.master == "fp32" or self.dtype == self.wide:
+            self.weight = wide
+        elif self.master == "remainder":
+            weight, low = split(words(wide))
+            self.weight = _exact(weight, low, wide)
+        elif self.master == "remainder8":
+            exact = words(wide)
+            if self.seed is not None:
+                exact = round_to_24_bits_stochastically(exact, self._draws(PARAM))
+            weight, low = split8(exact)
+            self.weight = _exact(weight, low * 256, wide)
+        else:
+            self.weight = self._rounded(wide, self.dtype, PARAM)
+
+    @property
+    def param(self) -> Tensor:
+        return self.weight.to(self.dtype)
+
+    def _draws(self, what: int) -> Words:
+        numbers = np.arange(self.weight.numel(), dtype=np.uint64)
+        return draws(self.seed or 0, self.steps, self.number, numbers, what)
+
+    def _rounded(self, wide: Tensor, dtype: torch.dtype, what: int) -> Tensor:
+        if self.seed is None or dtype != torch.bfloat16:
+            return wide.to(dtype).to(self.wide)
+        bits = round_stochastically(words(wide), self._draws(what))
+        return floats(bits << np.uint64(16)).view_as(wide)
+
+
+def _exact(weight: Words, low: NDArray[np.int64], like: Tensor) -> Tensor:
+    return floats(((weight.astype(np.int64) << 16) + low).astype(np.uint64)).view_as(like)

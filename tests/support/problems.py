@@ -17,7 +17,15 @@ def make_params(
     shapes: Iterable[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+    return [nn.Parameter(random_tensor(shape, dtype, generator)) for shape in shapes]
+
+
+def random_tensor(
+    shape: Iterable[int], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Returns normal values, of float32 before they are rounded, also under another default."""
+    drawn_as = dtype if dtype.is_complex else torch.float32
+    return (torch.randn(tuple(shape), generator=generator, dtype=drawn_as) * scale).to(dtype)
 
 
 def copy_params(params: Iterable[Tensor]) -> list[nn.Parameter]:
@@ -40,7 +48,7 @@ def set_gradients(*param_lists: Iterable[Tensor], seed: int = 0, scale: float = 
         generator = torch.Generator().manual_seed(seed)
         for p in params:
             dtype = getattr(p, "grad_dtype", None) or p.dtype
-            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(dtype)
+            p.grad = random_tensor(p.shape, dtype, generator, scale)
 
 
 def train(

@@ -21,13 +21,9 @@ from ...support.compare import assert_same_bits as assert_same_bits
 from ...support.compare import bits as bits
 from ...support.compare import snapshot as snapshot
 from ...support.problems import copy_params as copy_params
-from ...support.problems import make_params
-from ...support.problems import set_gradients as set_gradients
-from ...support.problems import small_model as small_model
-from ...support.problems import through_file as through_file
+from ...support.problems import make_params, set_gradients
 from ...support.ways import OURS as ALL
 from ...support.ways import TORCH
-from ...support.ways import each_class as each_class
 
 NAMES = ("Adam", "AdamW")
 OURS = {name: ALL[name] for name in NAMES}

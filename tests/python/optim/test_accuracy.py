@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ...support.ways import OURS, TORCH
 from .reference import Errors, Reference, Run, measure
-from .subject import OURS, TORCH
 
 pytestmark = pytest.mark.newest_torch
 

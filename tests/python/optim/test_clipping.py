@@ -9,17 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from .subject import (
-    OURS,
-    TORCH,
-    assert_close_to_torch,
-    assert_same_bits,
-    bits,
-    make_params,
-    set_gradients,
-    snapshot,
-    train,
-)
+from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.problems import make_params, set_gradients
+from ...support.ways import OURS, TORCH
+from .subject import assert_close_to_torch, train
 
 SHAPES = [(40, 70), (7,), (), (3, 100), (129,)]  # rows below and above 64 elements
 
@@ -218,17 +211,3 @@ def test_grad_scale_divides(max_norm: float | None) -> None:
         plain.step()
     assert_same_bits(params, reference)
     assert bits(optimizer.control.grad_norm) == bits(plain.control.grad_norm)
-
-
-def test_gradients_that_come_to_share_memory_are_rejected() -> None:
-    """They would be clipped twice."""
-    params = make_params([(3, 4), (3, 4)])
-    optimizer = OURS["AdamW"](params, max_grad_norm=0.5, write_back_gradients=True)
-    set_gradients(params)
-    optimizer.step()
-    set_gradients(params)
-    params[1].grad = params[0].grad.view(3, 4)  # type: ignore[union-attr]
-    before = [bits(param) for param in params]
-    with pytest.raises(RuntimeError, match=r"gradient.*memory"):
-        optimizer.step()
-    assert [bits(param) for param in params] == before

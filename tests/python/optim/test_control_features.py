@@ -1,10 +1,11 @@
-"""Gradient write-back, schedules in the control block, and step counters in one vector."""
+"""Gradient write-back, schedule and loss scale in the control block, and step counts."""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
+import random
 import sys
 import warnings
 from typing import Any
@@ -13,45 +14,45 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import FusedAdamW, ops
+from torchopt_ext import FusedAdam, FusedAdamW, GradScaler, ops
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim import fused_step
 from torchopt_ext.optim import step as step_module
 from torchopt_ext.state.entries import CONTROL_KEY
 
-from .subject import (
-    OURS,
-    TORCH,
-    assert_same_bits,
-    bits,
-    make_params,
-    set_gradients,
-    snapshot,
-    through_file,
-    train,
-)
+from ...support import oracle
+from ...support.compare import assert_same_bits, bits, snapshot, unchanged
+from ...support.problems import copied, make_params, params_of, set_gradients, train
+from ...support.ways import BF16, FP16, FP32, FP64
 
-FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
+SCHEDULE: dict[str, Any] = {"warmup_steps": 4, "stable_steps": 6, "decay_steps": 12}
 
 # ---- write_back_gradients ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16, None], ids=str)
 @pytest.mark.parametrize("kwargs", [{}, {"maximize": True, "weight_decay": 0.1}], ids=str)
 @pytest.mark.parametrize("scale", [None, 2.0**6])
 def test_gradients_become_unscaled_and_clipped(
-    dtype: torch.dtype, kwargs: dict[str, Any], scale: float | None
+    dtype: torch.dtype | None, kwargs: dict[str, Any], scale: float | None
 ) -> None:
     """The step stores each gradient times the factor of docs/numerics.md section 4, computed in the
-    compute type and rounded once, without sign and weight decay. The update does not change."""
+    compute type and rounded once, without sign and weight decay. The update does not change.
+
+    None stands for bf16 parameters with fp32 gradients and masters.
+    """
     shapes = ((3, 4), (7,), (), (2, 1031), (0, 3))
-    params, others = make_params(shapes, dtype), make_params(shapes, dtype)
-    ours = OURS["Adam"](params, max_grad_norm=0.7, write_back_gradients=True, **kwargs)
-    plain = OURS["Adam"](others, max_grad_norm=0.7, **kwargs)
+    runs = []
+    for write_back in (True, False):
+        params = make_params(shapes, dtype or BF16)
+        for p in params:
+            p.grad_dtype = dtype or FP32
+        more = {"write_back_gradients": write_back, "max_grad_norm": 0.7, **kwargs}
+        more |= {} if dtype else {"master_weights": "remainder"}
+        runs.append((params, FusedAdam(params, **more)))
+    (params, ours), (others, plain) = runs
     for step in range(3):
         set_gradients(params, others, seed=step, scale=scale or 1.0)
-        given = [p.grad.clone() for p in params]
+        before = [p.grad.clone() for p in params]
         versions = [p.grad._version for p in params]
         for optimizer in (ours, plain):
             if scale is not None:
@@ -60,221 +61,182 @@ def test_gradients_become_unscaled_and_clipped(
         assert 0 < float(ours.control.clip_factor) < 1
         wide = FP64 if dtype == FP64 else FP32
         factor = ours.control.grad_factor.to(wide)
-        assert_same_bits([p.grad for p in params], [(g.to(wide) * factor).to(dtype) for g in given])
-        assert_same_bits([q.grad for q in others], given)
-        for p, version in zip(params, versions, strict=True):
-            assert p.grad._version > version
+        expected = [(g.to(wide) * factor).to(g.dtype) for g in before]
+        assert_same_bits([p.grad for p in params], expected)
+        assert_same_bits([q.grad for q in others], before)
+        assert all(p.grad._version > old for p, old in zip(params, versions, strict=True))
         assert snapshot(ours) == snapshot(plain)
     norm = torch.stack([p.grad.double().norm() for p in params]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.7, dtype=FP64), rtol=2e-3, atol=0)
+    ours.skip_nonfinite = True
+    params[3].grad[1, 3] = math.inf
+    with unchanged(*(p.grad for p in params)):  # a skipped step leaves gradients
+        ours.step()
 
 
-def test_a_float32_gradient_of_a_bf16_parameter_is_written_back() -> None:
-    p = nn.Parameter(torch.ones(600, dtype=BF16))
-    p.grad_dtype = FP32
-    p.grad = torch.randn(600, generator=torch.Generator().manual_seed(0))
-    given = p.grad.clone()
-    optimizer = OURS["AdamW"](
-        [p], max_grad_norm=0.1, master_weights="remainder", write_back_gradients=True
-    )
-    optimizer.step()
-    assert_same_bits([p.grad], [given * optimizer.control.grad_factor.float()])
-
-
-@pytest.mark.parametrize("which", ["transposed", "strided", "expanded"])
-def test_gradients_that_would_be_copied_are_refused(which: str) -> None:
-    """A gradient that the step would copy cannot be written back; nothing changes."""
-    params = make_params(((4, 6), (6, 6)))
-    optimizer = OURS["AdamW"](params, max_grad_norm=0.1, write_back_gradients=True)
-    set_gradients(params)
-    optimizer.step()
-    set_gradients(params, seed=1)
-    params[1].grad = {
-        "transposed": torch.randn(6, 6).t(),
-        "strided": torch.randn(6, 12)[:, ::2],
-        "expanded": torch.randn(6, 1).expand(6, 6),
-    }[which]
-    before = snapshot(optimizer), [bits(p.grad) for p in params]
-    with pytest.raises(RuntimeError, match=r"gradient 1 has strides"):
-        optimizer.step()
-    assert (snapshot(optimizer), [bits(p.grad) for p in params]) == before
-    params[1].grad = params[1].grad.contiguous()
-    optimizer.step()
-    assert snapshot(optimizer) != before[0]
-
-
-def test_gradients_of_a_skipped_step_stay() -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](
-        params, max_grad_norm=0.1, skip_nonfinite=True, write_back_gradients=True
-    )
-    set_gradients(params)
-    params[1].grad[3] = math.inf
-    given = [bits(p.grad) for p in params]
-    optimizer.step()
-    assert [bits(p.grad) for p in params] == given
-
-
-# ---- capture -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["float", "tensor", "schedule"])
-def test_a_capture_says_that_a_float_lr_stays(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "is_captured", lambda: True)
-    params = make_params()
-    optimizer = OURS["AdamW"](params, lr=torch.tensor(0.25) if way == "tensor" else 0.25)
-    if way == "schedule":
-        optimizer.set_schedule(**SCHEDULE)
-    set_gradients(params)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        optimizer.step()
-    assert ["keeps the learning rates [0.25]" in str(w.message) for w in found] == [True] * (
-        way == "float"
-    )
-
-
-# ---- set_schedule --------------------------------------------------------------------------------
-
-SCHEDULE: dict[str, Any] = {"warmup_steps": 4, "stable_steps": 6, "decay_steps": 12}
-
-
-def with_lambda_lr(
-    params: list[nn.Parameter], lrs: list[float], schedule: dict[str, Any], **kwargs: Any
-) -> tuple[Any, Any]:
-    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, lrs, strict=True)]
-    optimizer = OURS["AdamW"](groups, **kwargs)
-    factor = lambda step: ops.lr_factor(step, **schedule)  # noqa: E731
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+# ---- schedule ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("min_factor", [0.0, 0.1])
-def test_schedule_is_lambda_lr(decay_type: str, generation: int, min_factor: float) -> None:
-    """30 steps match LambdaLR past the schedule's end, for groups with different learning rates."""
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedule(decay_type: str, generation: int, min_factor: float, tensor_lr: bool) -> None:
+    """The factor counts steps that were made, and multiplies each group's learning rate."""
     schedule = {**SCHEDULE, "decay_type": decay_type, "generation": generation,
                 "min_factor": min_factor}  # fmt: skip
-    mine, theirs, lrs = make_params(), make_params(), [0.1, 0.02, 0.03, 0.7]
-    groups = [{"params": [p], "lr": lr} for p, lr in zip(mine, lrs, strict=True)]
-    ours = OURS["AdamW"](groups)
+    lrs = [0.125, 0.25, 0.5, 0.75]  # exact in float32
+    ours, plain = (
+        FusedAdamW([{"params": [p], "lr": torch.tensor(lr) if tensor_lr else lr}
+                    for p, lr in zip(make_params(), lrs, strict=True)], skip_nonfinite=True)
+        for _ in range(2)
+    )  # fmt: skip
     ours.set_schedule(**schedule)
-    reference, scheduler = with_lambda_lr(theirs, lrs, schedule)
-    factors = []
-    for step in range(30):
-        set_gradients(mine, theirs, seed=step)
+    factors: list[float] = []
+    for seed in range(36):
+        set_gradients(params_of(ours), params_of(plain), seed=seed)
+        if seed % 6 == 1:
+            params_of(ours)[2].grad.fill_(math.nan)
+            ours.step()
+            continue
         ours.step()
-        reference.step()
         factors.append(float(ours.control.lr_factor))
-        assert factors[-1] == ops.lr_factor(step, **schedule)
-        assert [group["lr"] for group in ours.param_groups] == lrs
-        assert_same_bits(mine, theirs)
-        scheduler.step()
-    assert len(set(factors)) > 12
-    assert factors[-1] == min_factor
+        assert factors[-1] == oracle.lr_factor(len(factors) - 1, **schedule)
+        for group, lr in zip(plain.param_groups, lrs, strict=True):
+            group["lr"] = lr * factors[-1]
+        plain.step()
+        assert_same_bits(params_of(ours), params_of(plain))
+        assert [float(group["lr"]) for group in ours.param_groups] == lrs
+    assert len(set(factors)) > 12 and factors[-1] == min_factor
+    assert float(ours.control.skipped_steps) == 6
 
 
 @pytest.mark.parametrize("endless", SCHEDULE)
 def test_a_part_of_a_schedule_may_be_endless(endless: str) -> None:
     """Any part may be sys.maxsize, which rounds up to 2**63 as a double: above int64."""
-    params = make_params()
-    optimizer = OURS["AdamW"](params)
-    optimizer.set_schedule(
-        **{**SCHEDULE, "warmup_steps": 1, "stable_steps": 0, endless: sys.maxsize}
-    )
-    for _ in range(4):
-        set_gradients(params)
-        optimizer.step()
+    optimizer = FusedAdamW(make_params())
+    lengths = {**SCHEDULE, "warmup_steps": 1, "stable_steps": 0, endless: sys.maxsize}
+    optimizer.set_schedule(**lengths)
+    train(optimizer, range(4))
     assert float(optimizer.control.lr_factor) == pytest.approx(
         {"warmup_steps": 0.0, "stable_steps": 1.0, "decay_steps": 1.0}[endless], abs=1e-12
     )
 
 
-def test_a_skipped_step_does_not_advance_the_schedule() -> None:
-    schedule = {**SCHEDULE, "decay_type": "cosine"}
-    mine, theirs = make_params(), make_params()
-    ours = OURS["AdamW"](mine, lr=0.1, skip_nonfinite=True)
-    ours.set_schedule(**schedule)
-    reference, scheduler = with_lambda_lr(theirs, [0.1] * 4, schedule)
-    for step in range(20):
-        set_gradients(mine, theirs, seed=step)
-        if step % 3 == 1:
-            mine[2].grad.fill_(math.nan)
-            ours.step()
-            continue
-        ours.step()
-        reference.step()
-        scheduler.step()
-        assert_same_bits(mine, theirs)
-    assert float(ours.control.skipped_steps) == 7
-
-
 def test_a_copy_goes_on_with_the_schedule() -> None:
     """A copy resumes at the same place, skipped steps included; ../statedict tests state dicts."""
-    params = make_params()
-    optimizer = OURS["AdamW"](params, lr=0.1, skip_nonfinite=True)
+    optimizer = FusedAdamW(make_params(), lr=0.1, skip_nonfinite=True, max_grad_norm=1.0)
     optimizer.set_schedule(**SCHEDULE)
-    for step in range(9):
-        set_gradients(params, seed=step, scale=math.inf if step == 3 else 1.0)
-        optimizer.step()
-    copied = copy.deepcopy(optimizer)
-    for each in (optimizer, copied):
-        for step in range(9, 15):
-            set_gradients(each.param_groups[0]["params"], seed=step)
-            each.step()
-    assert snapshot(copied) == snapshot(optimizer)
-    assert float(copied.control.lr_factor) == float(optimizer.control.lr_factor) < 1
-    assert (float(copied.control.steps), float(copied.control.skipped_steps)) == (15, 1)
+    train(optimizer, range(3))
+    train(optimizer, [3], scale=math.inf)
+    train(optimizer, range(4, 9))
+    twin = copy.deepcopy(optimizer)
+    assert float(twin.control.grad_norm) == float(optimizer.control.grad_norm)
+    for each in (optimizer, twin):
+        train(each, range(9, 15))
+    assert snapshot(twin) == snapshot(optimizer)
+    assert float(twin.control.lr_factor) == float(optimizer.control.lr_factor) < 1
+    assert (float(twin.control.steps), float(twin.control.skipped_steps)) == (15, 1)
 
 
 def test_a_checkpoint_does_not_decide_settings() -> None:
     """A loaded checkpoint does not override the clipping threshold or the schedule."""
-    params = make_params()
-    first = OURS["AdamW"](params, max_grad_norm=1.0)
+    first, second = (FusedAdamW(make_params(), max_grad_norm=norm) for norm in (1.0, 0.25))
     first.set_schedule(**SCHEDULE)
-    second = OURS["AdamW"](make_params(), max_grad_norm=0.25)
     second.set_schedule(**{**SCHEDULE, "warmup_steps": 9})
     second.load_state_dict(first.state_dict())
-    assert second.max_grad_norm == 0.25
-    assert float(second.control.max_grad_norm) == 0.25
+    assert second.max_grad_norm == float(second.control.max_grad_norm) == 0.25
     assert float(second.control.warmup_steps) == 9
 
 
+def test_the_control_entry_is_there_only_when_used_and_torch_ignores_it() -> None:
+    optimizer = FusedAdamW(make_params(), max_grad_norm=1.0, skip_nonfinite=True, lr=1.0)
+    train(optimizer, [0])
+    assert CONTROL_KEY not in optimizer.state_dict()["state"][0]
+    optimizer.set_schedule(**SCHEDULE)
+    saved = optimizer.state_dict()
+    assert [i for i, entry in saved["state"].items() if CONTROL_KEY in entry] == [0]
+    theirs = torch.optim.AdamW(make_params(), lr=1e-3, fused=True)
+    theirs.load_state_dict(saved)
+    assert theirs.param_groups[0]["lr"] == 1.0
+    train(theirs, [0])
+
+
+def test_a_schedule_set_late_continues_from_the_steps_done() -> None:
+    optimizer = FusedAdamW(make_params())
+    for step in range(13):
+        if step == 6:
+            optimizer.set_schedule(**SCHEDULE)
+        train(optimizer, [step])
+        expected = oracle.lr_factor(step, **SCHEDULE) if step >= 6 else 1.0
+        assert float(optimizer.control.lr_factor) == expected
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=["apart", "joint"])
+def test_schedules_of_several_optimizers(kwargs: dict[str, Any]) -> None:
+    parts = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    container = OptimizersContainer(parts, FusedAdamW, {"lr": 0.1, **kwargs})
+    schedules = [{**SCHEDULE, "warmup_steps": 4 + i} for i in range(2)]
+    for optimizer, schedule in zip(container.optimizers, schedules, strict=True):
+        optimizer.set_schedule(**schedule)
+    for step in range(3):
+        set_gradients(p for part in parts for p in part.parameters())
+        container.step()
+        for optimizer, schedule in zip(container.optimizers, schedules, strict=True):
+            assert float(optimizer.control.lr_factor) == oracle.lr_factor(step, **schedule)
+
+
+@pytest.mark.parametrize("way", ["float", "tensor", "schedule"])
+def test_a_capture_says_that_a_float_lr_stays(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "is_captured", lambda: True)
+    optimizer = FusedAdamW(make_params(), lr=torch.tensor(0.25) if way == "tensor" else 0.25)
+    if way == "schedule":
+        optimizer.set_schedule(**SCHEDULE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(optimizer, [0])
+    found = ["keeps the learning rates [0.25]" in str(w.message) for w in caught]
+    assert found == [True] * (way == "float")
+
+
+# ---- loss scale, and gradient scalers ------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"steps": "many"}, "of 0 or more"),
-        ({"steps": None}, "of 0 or more"),
-        ({"loss_scale": -1.0}, "of 0 or more"),
-        ([1.0], "a dict"),
-        (3.0, "a dict"),
-    ],
+    "settings",
+    [{}, {"hysteresis": 2}, {"growth_interval": 1, "max_scale": 64.0, "min_scale": 1.0}],
     ids=str,
 )
-def test_a_wrong_control_entry_is_refused_before_anything_changes(
-    wrong: Any, expected: str
-) -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](params, lr=0.1)
-    optimizer.set_schedule(**SCHEDULE)
-    set_gradients(params)
-    optimizer.step()
-    saved = through_file(optimizer.state_dict())
-    optimizer.step()
-    before, steps = snapshot(optimizer), float(optimizer.control.steps)
-    saved["state"][0][CONTROL_KEY] = wrong
-    with pytest.raises(ValueError, match=rf"torchopt_ext\.control.*{expected}"):
-        optimizer.load_state_dict(saved)
-    assert snapshot(optimizer) == before
-    assert float(optimizer.control.steps) == steps
+def test_the_loss_scale_follows_overflows(settings: dict[str, Any]) -> None:
+    """Good steps are those of a run without a scale, and a resumed run has the scale."""
+    settings = {"growth_interval": 2} | settings
+    optimizer, plain = FusedAdamW(make_params(), lr=0.1), FusedAdamW(make_params(), lr=0.1)
+    optimizer.set_loss_scale(8.0, **settings)
+    unlimited = {"max_scale": 0.0, "min_scale": 0.0}
+    expected = oracle.LossScale(8.0, **unlimited | settings)
+    overflows = random.Random(1)
+    for seed in range(30):
+        overflow = overflows.random() < 0.4
+        train(optimizer, [seed], scale=math.inf if overflow else expected.scale)
+        if not overflow:
+            train(plain, [seed])
+        assert float(optimizer.control.loss_scale) == expected.update(overflow)
+    assert_same_bits(params_of(optimizer), params_of(plain))
+    resumed = FusedAdamW(make_params())
+    resumed.set_loss_scale(1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert float(resumed.control.loss_scale) == expected.scale
+    # Nobody scales for an optimizer that has set no scale.
+    without = copied(optimizer, max_grad_norm=1.0)
+    train(without, [99])
+    assert without.control.loss_scale == 1.0
 
 
 def test_a_loss_scale_that_the_checkpoint_lacks_begins_anew() -> None:
-    _, first = stepped()
-    first.set_schedule(**SCHEDULE)
-    first.step()
-    _, second = stepped()
-    second.set_schedule(**SCHEDULE)
+    first, second = FusedAdamW(make_params()), FusedAdamW(make_params())
+    for optimizer in (first, second):
+        optimizer.set_schedule(**SCHEDULE)
+    train(first, range(2))
     second.set_loss_scale(1024.0)
     with pytest.warns(UserWarning, match="without a loss scale: it begins anew, with 1024"):
         second.load_state_dict(first.state_dict())
@@ -282,196 +244,90 @@ def test_a_loss_scale_that_the_checkpoint_lacks_begins_anew() -> None:
     assert float(second.control.steps) == 2
 
 
-def test_gradients_that_nobody_scales_are_not_divided_by_a_loaded_loss_scale() -> None:
-    _, saved = stepped(4)
-    saved.set_loss_scale(65536.0)
-    (param, *_), optimizer = stepped(4)
-    optimizer.max_grad_norm = 1.0
-    optimizer.load_state_dict(saved.state_dict())
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = None
-    param.grad = torch.full_like(param, 2.0)
-    optimizer.step()
-    assert optimizer.control.loss_scale == 1.0
-    assert optimizer.control.grad_norm == 2.0 * param.numel() ** 0.5
+def scaled_step(scaler: GradScaler, optimizer: Any, value: float = 0.5) -> None:
+    for p in params_of(optimizer):
+        p.grad = torch.full_like(p, value)
+    scaler.scale(torch.zeros(1))
+    scaler.step(optimizer)
 
 
-def test_state_that_belongs_to_no_parameter_is_loaded_as_by_torch() -> None:
-    for cls in (torch.optim.AdamW, OURS["AdamW"]):
-        optimizer = cls([nn.Parameter(torch.ones(2))])
-        optimizer.state["epoch"] = 5
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert optimizer.state["epoch"] == 5
+@pytest.mark.parametrize("change", ["deepcopy", "skip_nonfinite", "nothing"])
+def test_what_a_scaler_asks_for_holds_in_its_steps_only(change: str) -> None:
+    optimizer, scaler = FusedAdamW(make_params(), max_grad_norm=1.0), GradScaler("cpu")
+    scaled_step(scaler, optimizer)
+    scaler.update()
+    if change == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+    elif change == "skip_nonfinite":
+        optimizer.skip_nonfinite = False
+        with unchanged(*params_of(optimizer)):
+            scaled_step(scaler, optimizer, math.inf)
+    train(optimizer, [0], scale=math.nan)
+    assert optimizer.control.skip == 0
+    assert all(p.isnan().all() for p in params_of(optimizer))
 
 
-def test_the_extra_key_is_there_only_when_used_and_torch_ignores_it() -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](params, max_grad_norm=1.0, skip_nonfinite=True, lr=1.0)
-    set_gradients(params)
-    optimizer.step()
-    assert CONTROL_KEY not in optimizer.state_dict()["state"][0]
-    optimizer.set_schedule(**SCHEDULE)
-    saved = optimizer.state_dict()
-    assert [i for i, entry in saved["state"].items() if CONTROL_KEY in entry] == [0]
-    others = make_params()
-    theirs = TORCH["AdamW"](others, lr=1e-3, fused=True)
-    theirs.load_state_dict(saved)
-    assert theirs.param_groups[0]["lr"] == 1.0
-    set_gradients(others)
-    theirs.step()
+def test_a_step_before_update_does_not_hide_an_overflow() -> None:
+    optimizer, scaler = FusedAdamW(make_params()), GradScaler("cpu", init_scale=2.0)
+    scaled_step(scaler, optimizer, math.inf)
+    train(optimizer, [0])
+    scaler.update()
+    assert scaler.get_scale() == 1.0
 
 
-def test_a_schedule_set_late_continues_from_the_steps_done() -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](params)
-    for step in range(13):
-        if step == 6:
-            optimizer.set_schedule(**SCHEDULE)
-        set_gradients(params, seed=step)
-        optimizer.step()
-        expected = ops.lr_factor(step, **SCHEDULE) if step >= 6 else 1.0
-        assert float(optimizer.control.lr_factor) == expected
+def test_an_optimizer_without_gradients_knows_the_joint_decision() -> None:
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    container = OptimizersContainer(parts, FusedAdamW, {"max_grad_norm": 1.0})
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(1))
+    for p in parts[1].parameters():
+        p.grad = torch.full_like(p, math.inf)
+    scaler.step(container)
+    scaler.update()
+    assert [float(opt.control.found_inf) for opt in container.optimizers] == [1.0, 1.0]
+    assert scaler.get_scale() == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"warmup_steps": -1},
-        {"decay_type": "quadratic"},
-        {"min_factor": 2.0},
-        {"generation": 3},
-    ],
-    ids=str,
-)
-def test_a_refused_schedule_changes_nothing(wrong: dict[str, Any]) -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](params)
-    set_gradients(params)
-    optimizer.step()
-    with pytest.raises((ValueError, RuntimeError)):
-        optimizer.set_schedule(**{**SCHEDULE, **wrong})
-    assert not any(CONTROL_KEY in entry for entry in optimizer.state_dict()["state"].values())
-    optimizer.step()
-    assert float(optimizer.control.lr_factor) == 1
-    assert float(optimizer.control.scheduled) == 0
+# ---- step counts, and the view of the control block ----------------------------------------------
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_schedule_of_several_optimizers(joint: bool) -> None:
-    """Each optimizer follows its own schedule, with a joint norm or without."""
-    kwargs = {"lr": 0.1, "max_grad_norm": 0.5} if joint else {"lr": 0.1}
-    parts = [nn.Linear(3, 4), nn.Linear(4, 2)]
-    container = OptimizersContainer(parts, OURS["AdamW"], kwargs)
-    for i, optimizer in enumerate(container.optimizers):
-        optimizer.set_schedule(**{**SCHEDULE, "warmup_steps": 4 + i})
-    params = [p for part in parts for p in part.parameters()]
-    for step in range(3):
-        set_gradients(params, seed=step)
-        container.step()
-        for i, optimizer in enumerate(container.optimizers):
-            wanted = ops.lr_factor(step, **{**SCHEDULE, "warmup_steps": 4 + i})
-            assert float(optimizer.control.lr_factor) == wanted
-
-
-# ---- gradients of another dtype ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("param", "gradient"),
-    [(FP32, FP64), (FP64, FP32), (FP64, BF16), (BF16, FP16), (FP16, BF16),
-     (BF16, FP64), (BF16, torch.int64)],
-)  # fmt: skip
-@pytest.mark.parametrize("named", [False, True])
-def test_a_gradient_of_another_dtype_is_refused_by_name(
-    param: torch.dtype, gradient: torch.dtype, named: bool
-) -> None:
-    params = make_params(dtype=param)
-    given: Any = [(f"layer.{i}", p) for i, p in enumerate(params)] if named else params
-    optimizer = OURS["AdamW"](given, max_grad_norm=1.0)
-    set_gradients(params)
-    optimizer.step()
-    set_gradients(params, seed=1)
-    params[2].grad = None
-    params[2].grad_dtype = None
-    params[2].grad = torch.ones_like(params[2], dtype=gradient)
-    before = snapshot(optimizer)
-    match = r"gradient .*layer\.2" if named else r"gradient 2"
-    with pytest.raises(RuntimeError, match=match) as error:
-        optimizer.step()
-    text = str(error.value).lower()
-    kinds = {FP32: "float", BF16: "bfloat16", FP16: "half", FP64: "double", torch.int64: "long"}
-    assert kinds[gradient] in text
-    assert snapshot(optimizer) == before
-    params[2].grad = torch.ones_like(params[2])
-    optimizer.step()
-    assert snapshot(optimizer) != before
-
-
-# ---- step counters -------------------------------------------------------------------------------
-
-
-def stepped(number: int = 40, **kwargs: Any) -> tuple[list[nn.Parameter], Any]:
-    params = make_params([(2,)] * number)
-    optimizer = OURS["AdamW"](params, **kwargs)
-    set_gradients(params)
-    optimizer.step()
-    return params, optimizer
-
-
-def steps_of(optimizer: Any) -> list[torch.Tensor]:
-    return [entry["step"] for entry in optimizer.state.values()]
-
-
-def test_steps_are_views_into_one_vector() -> None:
-    params = make_params()
-    optimizer = OURS["AdamW"](params)
-    for _ in range(3):
-        set_gradients(params)
-        optimizer.step()
+def test_steps_are_views_into_one_vector_and_saved_apart() -> None:
+    params = make_params([(2,)] * 40)
+    optimizer = FusedAdamW(params)
+    train(optimizer, range(3))
     steps = [optimizer.state[p]["step"] for p in params]
     assert len({s.untyped_storage().data_ptr() for s in steps}) == 1
-    assert [s.data_ptr() - steps[0].data_ptr() for s in steps] == [0, 4, 8, 12]
+    assert [s.data_ptr() - steps[0].data_ptr() for s in steps] == [4 * i for i in range(40)]
     assert all(s.shape == () and s.dtype == FP32 and s == 3 for s in steps)
-
-
-def test_saved_steps_have_memory_of_their_own() -> None:
-    params, optimizer = stepped()
     saved = optimizer.state_dict()
-    memory = {s.untyped_storage().data_ptr() for s in steps_of(optimizer)}
+    memory = {s.untyped_storage().data_ptr() for s in steps}
     for entry in saved["state"].values():
         storage = entry["step"].untyped_storage()
-        assert storage.nbytes() == 4
-        assert storage.data_ptr() not in memory
+        assert storage.nbytes() == 4 and storage.data_ptr() not in memory
         memory.add(storage.data_ptr())
     optimizer.step()
-    assert all(entry["step"] == 1 for entry in saved["state"].values())
-    # torch's optimizer with as many parameters saves about as much.
-    theirs = TORCH["AdamW"](make_params([(2,)] * len(params)))
-    set_gradients(theirs.param_groups[0]["params"])
-    theirs.step()
+    assert all(entry["step"] == 3 for entry in saved["state"].values())
+    theirs = torch.optim.AdamW(make_params([(2,)] * 40))
+    train(theirs, [0])
     sizes = []
     for state_dict in (saved, theirs.state_dict()):
         buffer = io.BytesIO()
         torch.save(state_dict, buffer)
         sizes.append(buffer.tell())
     assert sizes[0] < 1.1 * sizes[1]
-
-
-def test_a_containers_state_dict_does_not_carry_the_vector() -> None:
-    part = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    container = OptimizersContainer([part], OURS["AdamW"], {"lr": 0.1})
-    set_gradients(part.parameters())
+    container = OptimizersContainer([nn.Linear(3, 4)], FusedAdamW, {"lr": 0.1})
+    set_gradients(params_of(container.optimizers[0]))
     container.step()
     steps = [v for key, v in container.state_dict().items() if key.endswith(".step")]
-    assert [step.untyped_storage().nbytes() for step in steps] == [4] * 4
-
-
-# ---- the control view ----------------------------------------------------------------------------
+    assert [step.untyped_storage().nbytes() for step in steps] == [4] * 2
 
 
 def test_reading_control() -> None:
-    params, optimizer = stepped(max_grad_norm=0.5)
-    control = optimizer.control
+    optimizer = FusedAdamW(make_params(), max_grad_norm=0.5)
+    with torch.inference_mode():
+        assert optimizer.control.steps == 0
+    train(optimizer, [0])
+    control, params = optimizer.control, params_of(optimizer)
     norm = torch.stack([p.grad.double().square().sum() for p in params]).sum().sqrt()
     torch.testing.assert_close(control.grad_norm, norm, rtol=1e-14, atol=0)
     assert set(ops.CONTROL_FIELDS) <= set(dir(control))
@@ -488,60 +344,19 @@ def test_reading_control() -> None:
     assert [float(s) for s in (*steps, control.steps)] == [1, 2, 3]
 
 
-def test_fused_step_of_differing_settings_is_refused() -> None:
-    first, second = (OURS["AdamW"](make_params(), max_grad_norm=n) for n in (1.0, 2.0))
-    for optimizer in (first, second):
-        set_gradients(optimizer.param_groups[0]["params"])
-    before = snapshot(first), snapshot(second)
-    with pytest.raises(ValueError, match="differ"):
-        fused_step([first, second])
-    assert (snapshot(first), snapshot(second)) == before
+def test_state_that_belongs_to_no_parameter_is_loaded_as_by_torch() -> None:
+    for cls in (torch.optim.AdamW, FusedAdamW):
+        optimizer: Any = cls(make_params([(2,)]))
+        optimizer.state["epoch"] = 5
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state["epoch"] == 5
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"init_scale": 0.0},
-        {"init_scale": math.inf},
-        {"init_scale": 1e300},
-        {"growth_interval": 0},
-        {"growth_interval": math.nan},
-        {"growth_interval": 1.5},
-        {"hysteresis": 1.5},
-        {"growth_factor": 0.5},
-        {"growth_factor": math.inf},
-        {"backoff_factor": 1.5},
-        {"backoff_factor": 0.0},
-        {"hysteresis": -1},
-        {"hysteresis": math.nan},
-        {"min_scale": -1.0},
-        {"min_scale": math.inf},
-        {"max_scale": math.nan},
-        {"min_scale": 4.0, "max_scale": 2.0},
-        {"min_scale": 16.0},
-        {"max_scale": 4.0},
-    ],
-    ids=str,
-)
-def test_a_loss_scale_that_cannot_be_followed_is_refused(wrong: dict[str, Any]) -> None:
-    params = make_params([(3,)])
-    optimizer = OURS["AdamW"](params, lr=0.1)
-    set_gradients(params)
+def test_a_load_keeps_the_count_of_copied_gradients() -> None:
+    (p,) = make_params([(2, 3)])
+    optimizer = FusedAdamW([p])
+    p.grad = torch.ones(3, 2).t()
     optimizer.step()
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="Invalid"):
-        optimizer.set_loss_scale(**{"init_scale": 8.0, **wrong})
-    assert snapshot(optimizer) == before
-    assert optimizer.control.loss_scale == 1.0
-
-
-def test_a_schedule_multiplies_a_tensor_lr() -> None:
-    rate = torch.tensor(0.1)
-    param_lists = [make_params() for _ in range(3)]
-    optimizers = [FusedAdamW(p, lr=lr) for p, lr in zip(param_lists, (rate, 0.1, 0.1), strict=True)]
-    optimizers[1].param_groups[0]["lr"] = rate.item()
-    for optimizer in optimizers[:2]:
-        optimizer.set_schedule(warmup_steps=4, stable_steps=0, decay_steps=3)
-    train(optimizers, param_lists, 6)
-    for with_tensor, with_number, without in zip(*param_lists, strict=True):
-        assert bits(with_tensor) == bits(with_number) != bits(without)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.gradients_copied == 1
+    assert bits(p) != bits(make_params([(2, 3)])[0])

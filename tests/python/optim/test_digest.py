@@ -9,43 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_ext import digest, log_to, mixed_precision
+from torchopt_ext import FusedAdamW, digest, log_to, mixed_precision
 
-from .independent import digest as expected_digest
-from .independent import digest_array
-from .subject import OURS, make_params, set_gradients
-from .test_telemetry import SHAPES, WAYS, build
+from ...support.oracle import digest as expected_digest
+from ...support.oracle import digest_array
+from ...support.problems import make_params, set_gradients, train
+from ...support.ways import WAYS, each_way
 
-BF16 = torch.bfloat16
-QUANTIZED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "int8": (torch.float32, {"state_dtype": "int8"}),
-    "int8 remainder8": (BF16, {"state_dtype": "int8", "master_weights": "remainder8"}),
-}
-each_way = pytest.mark.parametrize("way", WAYS | QUANTIZED)
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.int32, torch.int64)
 
 
-def stepped(way: str, shapes: Any = (*SHAPES, (5, 130)), **kwargs: Any) -> Any:
-    dtype, options = (WAYS | QUANTIZED)[way]
-    params = make_params(shapes, dtype)
-    optimizer = OURS["AdamW"](params, **options, **kwargs)
-    set_gradients(params)
-    optimizer.step()
+def stepped(way: str, shapes: Any = ((300,), (5, 70))) -> Any:
+    params, optimizer = WAYS[way].build(shapes=shapes)
+    train(optimizer, [0])
     return params, optimizer
 
 
 def unsigned(digests: Tensor) -> list[int]:
     return [d % 2**64 for d in digests.tolist()]
-
-
-@each_way
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_weights_and_state(way: str, threads: int) -> None:
-    torch.set_num_threads(threads)
-    params, optimizer = stepped(way)
-    assert unsigned(digest(optimizer)) == [
-        expected_digest(i, p, optimizer.state[p]) for i, p in enumerate(params)
-    ]
 
 
 def test_tensors() -> None:
@@ -63,7 +44,7 @@ def test_tensors() -> None:
 @each_way
 def test_any_flipped_bit_shows(way: str) -> None:
     """So do an exchange of two elements, and the parameter's number."""
-    params, optimizer = stepped(way, ((300,), (5, 70)))
+    params, optimizer = stepped(way)
     whole = digest(optimizer)
     generator = random.Random(0)
     p, state = params[1], optimizer.state[params[1]]
@@ -90,7 +71,7 @@ def test_any_flipped_bit_shows(way: str) -> None:
 
 def test_parameters_without_state_have_a_digest_if_they_are_trained() -> None:
     params = make_params(((3,), (4,), (5,), (6,)))
-    optimizer = OURS["AdamW"](params)
+    optimizer = FusedAdamW(params)
     params[3].requires_grad_(False)
     assert unsigned(digest(optimizer)) == [expected_digest(i, params[i], {}) for i in range(3)]
     set_gradients(params)
@@ -126,13 +107,12 @@ def test_what_has_no_digest() -> None:
 
 
 def test_log() -> None:
-    params, optimizer = build("bf16")
+    optimizer = FusedAdamW(make_params(dtype=torch.bfloat16))
     written: list[dict[str, float]] = []
     log_to(written.append, optimizer, every=2, first_step=3, digest_every=4, prefix="")
     found = {}
     for step in range(4, 12):
-        set_gradients(params, seed=step)
-        optimizer.step()
+        train(optimizer, [step])
         if step in (7, 11):
             found[step] = sum(unsigned(digest(optimizer))) % 2**53
     assert {line["step"]: line["digest"] for line in written if "digest" in line} == found

@@ -18,7 +18,7 @@ from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardCon
 from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.statedict.dcp import load
 
-from .subject import assert_same_bits
+from ...support.compare import assert_same_bits
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 CODES_OF = {m.name: m.codes for m in ADAM.moments}
@@ -187,28 +187,6 @@ def test_copies_keep_the_choice() -> None:
         late.weight.grad = torch.ones(3, 64)
         own.step()
         assert own.state[late.weight]["exp_avg"].dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("chosen", "error", "problem"),
-    [
-        ("embedding", TypeError, r"fp32_moments is 'embedding', expected a sequence"),
-        (None, TypeError, "fp32_moments is None, expected a sequence"),
-        (torch.ones(2), TypeError, "fp32_moments is tensor"),
-        ([nn.Embedding], TypeError, "fp32_moments has <class .*Embedding'>, expected 'embedding'"),
-        (["(bo"], ValueError, r"'\(bo' is not a regular expression"),
-        (["bodi"], ValueError, r"no parameter has a name with 'bodi'; the nearest .*'body"),
-        ([torch.ones(2, 3)], ValueError, r"tensor of shape \(2, 3\) that is none of the"),
-    ],
-)
-def test_wrong_arguments_are_rejected(chosen: Any, error: Any, problem: str) -> None:
-    model = Model()
-    with pytest.raises(error, match=problem):
-        FusedAdamW(model.named_parameters(), **INT8, fp32_moments=chosen)
-    with pytest.raises(error, match=problem):
-        FusedAdamW.estimate(model.named_parameters(), state_dtype="int8", fp32_moments=chosen)
-    with pytest.raises(error, match=problem):
-        OptimizersContainer([model], FusedAdamW, {**INT8, "fp32_moments": chosen})
 
 
 def test_patterns_need_names_and_groups_cannot_choose() -> None:

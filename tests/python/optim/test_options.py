@@ -37,13 +37,6 @@ def test_signatures_show_every_option(cls: type[FusedAdam]) -> None:
     assert "options" not in shown
 
 
-def test_an_unknown_argument_is_named_with_the_nearest() -> None:
-    with pytest.raises(TypeError, match=r"FusedAdam\.__init__.*'max_norm'.*'max_grad_norm'"):
-        adam(max_norm=1.0)
-    with pytest.raises(TypeError, match=r"FusedAdamW\.__init__.*'xyzzy'$"):
-        FusedAdamW([nn.Parameter(torch.ones(3))], xyzzy=1)  # type: ignore[call-arg]
-
-
 def test_options_are_those_of_the_next_step() -> None:
     assert adam().options == StepOptions()
     optimizer = adam(track=True, rounding_seed=7, stochastic_rounding=True, state_dtype="int8")

@@ -1,4 +1,4 @@
-"""Accepted parameters and gradients: frozen of any kind, complex, wrapped, and 16-bit gradients."""
+"""Accepted parameters and gradients: frozen, complex, wrapped, of inference mode, 16-bit."""
 
 from __future__ import annotations
 
@@ -13,29 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from torchopt_ext import FusedAdamW, digest
-from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import param_states as state
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from .subject import (
-    OURS,
-    TORCH,
-    assert_close_to_torch,
-    assert_equal_nested,
-    assert_same_bits,
-    bits,
-    copy_params,
-    each_class,
-    make_params,
-    set_gradients,
-    snapshot,
-    train,
-)
+from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.problems import copy_params, make_params, set_gradients, train
+from ...support.ways import OURS, TORCH, each_class
+from .subject import assert_close_to_torch, assert_equal_nested
 
 # ---- frozen parameters ---------------------------------------------------------------------------
 
@@ -55,16 +48,14 @@ def test_frozen_parameters_of_any_kind(kind: str) -> None:
     """A frozen first parameter of any kind does not disturb steps, state dicts and other loops."""
     frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
     params, reference = make_params(), make_params()
-    optimizer, alone = (
-        OURS["AdamW"]([frozen, *params], track=True),
-        OURS["AdamW"](reference, track=True),
-    )
+    optimizer, alone = FusedAdamW([frozen, *params], track=True), FusedAdamW(reference, track=True)
     optimizer.init_state()
-    train([optimizer, alone], [params, reference], 2)
+    for seeds in ((0, 1), (2, 3)):
+        train(optimizer, seeds, params)
+        train(alone, seeds)
+        optimizer.refresh_masters()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert digest(optimizer).sum() != digest(alone).sum()  # other parameter numbers
-    optimizer.refresh_masters()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train([optimizer, alone], [params, reference], 2)
     assert_same_bits(params, reference)
     assert frozen not in optimizer.state
     assert set(optimizer.state_dict()["state"]) == {1, 2, 3, 4}
@@ -72,41 +63,21 @@ def test_frozen_parameters_of_any_kind(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FROZEN)
-@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.AdamW])
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.AdamW])
 def test_frozen_parameters_of_any_kind_under_wrappers(kind: str, base: Any) -> None:
     model = nn.Module()
     model.frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
     model.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = FSDPadaptOptimizer(base(model.parameters(), lr=0.1))
-    for _ in range(2):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert model.weight[0] < 0.9
-    if base is not torch.optim.AdamW:
-        container = OptimizersContainer([model], base, {"lr": 0.1})
-        model.weight.grad = torch.ones_like(model.weight)
-        container.step()
-        container.load_state_dict(container.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["float8", "meta", "subclass"])
-def test_unfrozen_parameters_are_checked(kind: str) -> None:
-    """An unsupported parameter is rejected by name at its first gradient, before any change."""
-    bad, params = nn.Parameter(FROZEN[kind](), requires_grad=False), make_params()
-    optimizer = OURS["AdamW"]([("bad", bad), *((str(i), p) for i, p in enumerate(params))])
-    train([optimizer], [params], 1)
-    bad.requires_grad_()
-    train([optimizer], [params], 1)
-    before = snapshot(OURS["AdamW"](params)), optimizer.state_dict()["state"]
-    bad.grad = torch.ones_like(bad)
-    with pytest.raises(TypeError, match="'bad'"):
-        optimizer.step()
-    assert (snapshot(OURS["AdamW"](params)), bad in optimizer.state) == (before[0], False)
-    assert_equal_nested(optimizer.state_dict()["state"], before[1])
-    bad.grad = None
-    train([optimizer], [params], 1)
-    assert all(optimizer.state[p]["step"] == 3 for p in params)
+    wrappers: list[Any] = [FSDPadaptOptimizer(base(model.parameters(), lr=0.1))]
+    if base is FusedAdamW:
+        wrappers.append(OptimizersContainer([model], base, {"lr": 0.1}))
+    for optimizer in wrappers:
+        model.weight.data.fill_(1.0)
+        for _ in range(2):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert model.weight[0] < 0.9
 
 
 # ---- complex parameters --------------------------------------------------------------------------
@@ -120,17 +91,9 @@ COMPLEX_OPTIONS: list[dict[str, Any]] = [
 
 def complex_params(dtype: torch.dtype) -> list[nn.Parameter]:
     """Returns long and short rows, a scalar, a transposed matrix, and a column with gaps."""
-    generator = torch.Generator().manual_seed(0)
-    shapes: list[tuple[int, ...]] = [(2, 3000), (7,), (), (5, 40), (3, 4), (6, 2)]
-    values = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
-    values[4], values[5] = values[4].t(), values[5][:, 0]
-    return [nn.Parameter(value) for value in values]
-
-
-def set_complex_gradients(params: list[nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+    params = make_params([(2, 3000), (7,), (), (5, 40), (3, 4), (6, 2)], dtype)
+    views = [params[4].detach().t(), params[5].detach()[:, 0]]
+    return [*params[:4], *map(nn.Parameter, views)]
 
 
 @each_class
@@ -145,7 +108,7 @@ def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None
     kept = {k: v for k, v in options.items() if k not in ("max_grad_norm", "skip_nonfinite")}
     reference = TORCH[name](theirs, **kept)
     for step in range(4):
-        set_complex_gradients(mine, step)
+        set_gradients(mine, seed=step)
         for p, part, other in zip(mine, parts, theirs, strict=True):
             part.grad, other.grad = torch.view_as_real(p.grad), p.grad.clone()
         if "max_grad_norm" in options:
@@ -168,21 +131,15 @@ def test_complex(name: str, options: dict[str, Any], dtype: torch.dtype) -> None
             torch.testing.assert_close(ours.state[p][key], value, rtol=3e-6, atol=1e-6)
 
 
-def test_complex_gradients_that_are_not_as_their_parameter() -> None:
-    """A lazy conjugate is resolved first, and gradients of other dtypes are rejected by name."""
-    mine, reference = [nn.Parameter(torch.ones(5, dtype=torch.complex64)) for _ in range(2)]
-    gradient = torch.randn(5, dtype=torch.complex64)
-    mine.grad, reference.grad = gradient.conj(), gradient.conj().resolve_conj()
-    optimizers = [OURS["AdamW"]([("weight", p)]) for p in (mine, reference)]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same_bits([torch.view_as_real(mine.detach())], [torch.view_as_real(reference.detach())])
-    mine.grad_dtype, before = None, mine.detach().clone()
-    for wrong in (torch.float32, torch.complex128):
-        mine.grad = torch.ones(5, dtype=wrong)
-        with pytest.raises(RuntimeError, match=r"'weight'.*dtype.*expected ComplexFloat"):
-            optimizers[0].step()
-    assert torch.equal(mine, before)
+def test_lazy_conjugates_are_resolved() -> None:
+    params, reference = (make_params([(5,)], torch.complex64) for _ in range(2))
+    for ps in (params, reference):
+        set_gradients(ps)
+    params[0].grad = params[0].grad.conj()
+    reference[0].grad = reference[0].grad.conj().resolve_conj()
+    for ps in (params, reference):
+        FusedAdamW(ps).step()
+    assert_same_bits(params, reference)
 
 
 OWN_MOMENTS = "their moments have their dtype"
@@ -247,7 +204,7 @@ def test_gradients_of_16_bits(gradient: torch.dtype, options: dict[str, Any]) ->
     """A step with 16-bit gradients has the bits of a step with the same values in float32."""
     shapes = ((3, 5000), (7,), (40, 70))
     mine, reference = make_params(shapes), make_params(shapes)
-    optimizers = [OURS["AdamW"](params, **options) for params in (mine, reference)]
+    optimizers = [FusedAdamW(params, **options) for params in (mine, reference)]
     for step in range(3):
         set_gradients(reference, seed=step)
         for p, q in zip(mine, reference, strict=True):
@@ -267,7 +224,7 @@ def test_gradients_of_16_bits(gradient: torch.dtype, options: dict[str, Any]) ->
 def test_gradients_of_16_bits_from_autograd() -> None:
     """The example of docs/step.md works with write-back; float64 parameters need float64."""
     wide, double = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = OURS["AdamW"]([wide, double], max_grad_norm=1.0, write_back_gradients=True)
+    optimizer = FusedAdamW([wide, double], max_grad_norm=1.0, write_back_gradients=True)
     wide.grad_dtype = torch.bfloat16
     (wide.sum() * 2).backward()
     optimizer.step()
@@ -364,7 +321,7 @@ def test_finalizers_run_on_the_thread_of_the_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(state, "local_gradients", new_gradients)
     torch.set_num_threads(2)
     params = [nn.Parameter(Wrapped(torch.zeros(2))) for _ in range(1100)]
-    optimizer = OURS["AdamW"](params)
+    optimizer = FusedAdamW(params)
     for param in params:
         param.grad = Wrapped(torch.ones(2))
     optimizer.step()
@@ -385,7 +342,7 @@ def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
         else:
             kwargs: Any = {"master_weights": "fp32"} if held == "master" else {}
             named = model.named_parameters()
-            optimizers.append(OURS["AdamW"](named, lr=0.1, max_grad_norm=1.0, **kwargs))
+            optimizers.append(FusedAdamW(named, lr=0.1, max_grad_norm=1.0, **kwargs))
     for step in range(4):
         if step == 2:  # round trip through a state dict
             for optimizer in optimizers:
@@ -415,7 +372,7 @@ def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
     """Training through FSDP2's all-gather of the subclass matches torch's AdamW."""
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     found = []
-    for make in (OURS["AdamW"], torch.optim.AdamW):
+    for make in (FusedAdamW, torch.optim.AdamW):
         model = linear_model(True, True, torch.float32)
         optimizer = make(model.parameters(), lr=0.01)
         for _ in range(3):
@@ -427,3 +384,59 @@ def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
         assert types == {Tensor}
     assert_close_to_torch(*found)
     assert bits(found[0][0]) != bits(plain(linear_model(True, False, torch.float32)[0].weight))
+
+
+# ---- made in inference mode, and Partial ---------------------------------------------------------
+
+
+def made_in_inference_mode(start: Tensor) -> nn.Parameter:
+    """Returns a parameter without a version counter, which is no inference tensor any more."""
+    with torch.inference_mode():
+        param = nn.Parameter(torch.empty_like(start))
+    param.data = torch.empty_strided(start.size(), start.stride(), dtype=start.dtype)
+    param.data.copy_(start)
+    assert not param.is_inference()
+    return param
+
+
+STEPS_OF_ONE: dict[str, Callable[[nn.Parameter], Any]] = {
+    "fused": lambda p: FusedAdamW([p], max_grad_norm=1.0, write_back_gradients=True),
+    "masters": lambda p: FusedAdamW([p], master_weights="fp32"),
+    "over torch's": lambda p: FSDPadaptOptimizer(torch.optim.AdamW([p])),
+    "in backward": lambda p: OptimizersInBackwardContainer([nn.ParameterList([p])], FusedAdamW, {}),
+    "balanced": lambda p: ZeroRedundancyOptimizer([p], FusedAdamW, partition="balanced"),
+    "whole": lambda p: ZeroRedundancyOptimizer([p], FusedAdamW, parameters_as_bucket_view=True),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", STEPS_OF_ONE)
+@pytest.mark.parametrize("dense", [True, False])
+def test_parameters_made_in_inference_mode(kind: str, dense: bool) -> None:
+    dtype = torch.bfloat16 if kind in ("masters", "over torch's") else torch.float32
+    start = torch.ones(8, 8, dtype=dtype)
+    if not dense and kind in ("fused", "masters"):
+        start = torch.ones(8, 16, dtype=dtype)[:, :8]
+    param, reference = made_in_inference_mode(start), nn.Parameter(start.clone())
+    for p in (param, reference):
+        optimizer = STEPS_OF_ONE[kind](p)
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert torch.equal(param, reference) and not torch.equal(param, start)
+
+
+def test_a_parameter_whose_value_no_rank_has_is_rejected(one_rank: None) -> None:
+    """A frozen one is not: a step leaves it as it is."""
+    mesh = init_device_mesh("cpu", (1,))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    plain = nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=r"parameter 1 .* has placements \(Partial\(sum\),\)"):
+        FusedAdamW([plain, partial])
+    partial.requires_grad_(False)
+    optimizer = FusedAdamW([plain, partial], max_grad_norm=1.0)
+    for _ in range(2):
+        plain.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())  # the next step builds a plan
+    assert float(optimizer.control.grad_norm) == pytest.approx(3**0.5)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from torchopt_ext.optim import param_states as state_module
 
-from .subject import OURS, assert_same_bits, bits, make_params, set_gradients, snapshot
+from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.problems import make_params, set_gradients
+from ...support.ways import OURS
 
 BF16 = torch.bfloat16
 KWARGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -299,61 +301,6 @@ def test_moments_of_a_parameter_with_gaps_stay_in_a_new_plan(builds: list[int]) 
     optimizer.step()
     assert len(builds) == 2
     assert optimizer.state[param]["exp_avg"] is moment
-
-
-def test_to_float64_with_float32_moments_is_refused_by_name() -> None:
-    params, optimizer = started()
-    before = [bits(v) for v in optimizer.state[params[1]].values()]
-    params[1].data = params[1].detach().double()
-    params[1].grad = None
-    set_gradients(params)
-    with pytest.raises(RuntimeError, match=r"exp_avg 1 has dtype Float.* Double"):
-        optimizer.step()
-    assert [bits(v) for v in optimizer.state[params[1]].values()] == before
-    params[1].grad = None
-    params[1].data = params[1].detach().float()
-    assert_steps_as_a_fresh_one(optimizer)
-
-
-@pytest.mark.parametrize("size", [(2, 4), (4, 4), (12,)])
-def test_another_shape_is_refused_by_name(size: tuple[int, ...]) -> None:
-    params, optimizer = started()
-    names = {p: [bits(v) for v in optimizer.state[p].values()] for p in params}
-    old = params[0].detach().clone()
-    params[0].data = torch.randn(size)
-    params[0].grad = None
-    set_gradients(params)
-    with pytest.raises((RuntimeError, ValueError), match=r"exp_avg of parameter 0.*shape"):
-        optimizer.step()
-    assert {p: [bits(v) for v in optimizer.state[p].values()] for p in params} == names
-    params[0].grad = None
-    params[0].data = old
-    assert_steps_as_a_fresh_one(optimizer)
-
-
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_state_is_refused_by_name(layout: torch.layout) -> None:
-    params = make_params([(2, 4)])
-    optimizer = OURS["AdamW"](params, **KWARGS)
-    optimizer.init_state()
-    optimizer.state[params[0]]["exp_avg"] = torch.eye(2, 4).to_sparse(layout=layout)
-    set_gradients(params)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is .*sparse"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["entry", "data"])
-def test_shared_state_memory_is_refused(way: str) -> None:
-    params = make_params(((4,), (4,)))
-    optimizer = OURS["AdamW"](params, **KWARGS)
-    set_gradients(params)
-    optimizer.step()
-    if way == "entry":
-        optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"]
-    else:
-        optimizer.state[params[1]]["exp_avg"].data = optimizer.state[params[0]]["exp_avg"]
-    with pytest.raises((RuntimeError, ValueError), match="exp_avg"):
-        optimizer.step()
 
 
 # ---- many steps ----------------------------------------------------------------------------------

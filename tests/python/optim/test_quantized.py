@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import math
 import warnings
 from pathlib import Path
@@ -21,8 +20,8 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.state.quantized import can_quantize
 
-from . import independent
-from .independent import Floats, fma
+from ...support import oracle as independent
+from ...support.oracle import Floats, fma
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 
@@ -136,21 +135,6 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
     assert not state["exp_avg_scale_v2"][0, 0] and not state["exp_avg_codes"][0, :64].any()
     _, found = torchopt_ext.digest(optimizer).tolist()
     assert found % 2**64 == independent.digest(1, own[1], state)
-
-
-@pytest.mark.parametrize("master", ["fp32", "remainder8"])
-@pytest.mark.parametrize("shape", [(7, 5), (9, 130), (40, 150), (9, 300), (5, 1031), (3, 64, 6)])
-def test_tracking_changes_no_bit(shape: tuple[int, ...], master: str) -> None:
-    """Tracking changes no bit in rows whose groups do not fill the tiles of a tracked step."""
-    found = []
-    for track in ((), ("norms",), ("lost_updates",)):
-        (p,) = params(torch.bfloat16, shape)
-        optimizer = FusedAdamW([p], LR, master_weights=master, state_dtype="int8", track=track)
-        for step in range(2):
-            p.grad = gradients(*shape, seed=step, dtype=torch.bfloat16)
-            optimizer.step()
-        found.append([t.flatten().tolist() for t in (p.detach(), *optimizer.state[p].values())])
-    assert found.count(found[0]) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -337,39 +321,6 @@ def test_second_moments_follow_slow_changes() -> None:
     assert abs(v.mean().item() / exact - 1) < 0.05
 
 
-def test_a_saved_state_continues_to_the_bit() -> None:
-    own = params(torch.bfloat16, (40, 200), (70,))
-    steps = [[gradients(40, 200, seed=s).bfloat16(), torch.randn(70).bfloat16()] for s in range(4)]
-    optimizer = stepped(own, steps[:2], master_weights="remainder")
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), [p.detach() for p in own]], file)
-    expected = copy.deepcopy(optimizer)
-    file.seek(0)
-    saved, weights = torch.load(file, weights_only=True)
-    others = [nn.Parameter(w) for w in weights]
-    loaded = FusedAdamW(others, LR, state_dtype="int8", master_weights="remainder")
-    loaded.load_state_dict(saved)
-    for one in (expected, loaded):
-        for grads in steps[2:]:
-            for param, grad in zip(one.param_groups[0]["params"], grads, strict=True):
-                param.grad = grad.clone()
-            one.step()
-    copied = expected.param_groups[0]["params"]
-    for param, other in zip(copied, others, strict=True):
-        assert param.equal(other)
-        for name, value in expected.state[param].items():
-            assert value.equal(loaded.state[other][name]), name
-
-
-def test_replaced_entries_are_checked() -> None:
-    own = params(torch.float32, (4, 64))
-    quantized = stepped(own, [[gradients(4, 64)]])
-    scale = quantized.state[own[0]]["exp_avg_scale_v2"]
-    quantized.state[own[0]]["exp_avg_scale_v2"] = scale.new_zeros(4, 2)
-    with pytest.raises(ValueError, match=r"exp_avg_scale_v2 of .* has shape \(4, 2\)"):
-        quantized.step()
-
-
 def test_bytes_held_and_moved() -> None:
     own = params(torch.bfloat16, (30, 256), (5, 100), (70,))
     options: dict[str, Any] = {"master_weights": "remainder", "state_dtype": "int8"}
@@ -469,28 +420,6 @@ def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> N
     assert change == "double" or module.weight.equal(other.weight)
 
 
-def test_amsgrad_switched_on_beside_8_bits_leaves_no_state() -> None:
-    (p,) = params(torch.float32, (3, 70))
-    p.grad = torch.ones_like(p)
-    optimizer = FusedAdamW([p], state_dtype="int8")
-    optimizer.step()
-    optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ValueError, match="parameter 0 has 8-bit moments, which amsgrad does not"):
-        optimizer.step()
-    assert "max_exp_avg_sq" not in optimizer.state[p]
-
-
-def test_amsgrad_is_not_loaded_beside_8_bits() -> None:
-    (p,) = params(torch.float32, (3, 70))
-    p.grad = torch.ones_like(p)
-    theirs = torch.optim.AdamW([p], amsgrad=True)
-    theirs.step()
-    optimizer = FusedAdamW([p], state_dtype="int8")
-    with pytest.raises(ValueError, match="group 0 has amsgrad, which 8-bit moments do not support"):
-        optimizer.load_state_dict(theirs.state_dict())
-    optimizer.step()
-
-
 def test_a_layout_that_comes_and_goes() -> None:
     """Moments follow what layout and dtype can hold."""
     torch.manual_seed(0)
@@ -513,15 +442,6 @@ def test_a_layout_that_comes_and_goes() -> None:
     module.float()
     loaded = FusedAdamW(module.parameters(), state_dtype="int8")
     loaded.load_state_dict(optimizer.state_dict())
-
-
-def test_complex_parameters_take_no_codes() -> None:
-    (p,) = params(torch.float32, (3, 70))
-    saved = stepped([p], [[gradients(3, 70)]]).state_dict()
-    optimizer = FusedAdamW([nn.Parameter(torch.ones(3, 70, dtype=torch.complex64))])
-    match = "which the parameter cannot have here; `python -m torchopt_ext convert`"
-    with pytest.raises(ValueError, match=match):
-        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("shape", [(5, 100), (3, 70), (9, 300), (2, 64)])

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from .subject import (
-    NAMES,
-    OURS,
-    TORCH,
-    Regression,
-    assert_close_to_torch,
-    assert_same_bits,
-    bits,
-    copy_params,
-    each_class,
-    make_params,
-    set_gradients,
-    train,
-)
+from torchopt_ext import FusedAdamW, log_to
+
+from ...support.compare import assert_same_bits, bits, snapshot, unchanged
+from ...support.problems import copy_params, make_params, params_of, set_gradients, train
+from ...support.ways import BF16, OURS, TORCH, each_class
+from .subject import Regression, assert_close_to_torch
 
 
 def test_closure() -> None:
     """The closure runs once, with gradients enabled, and the step returns its value."""
     problem = Regression()
-    optimizer = OURS["AdamW"](problem.params)
+    optimizer = FusedAdamW(problem.params)
     enabled = []
 
-    def closure() -> torch.Tensor:
+    def closure() -> Tensor:
         enabled.append(torch.is_grad_enabled())
         return problem.backward(optimizer)
 
@@ -44,138 +39,90 @@ def test_closure() -> None:
     assert optimizer.state[problem.weight]["step"] == 2
 
 
-def strided_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same values with the last dimension outermost in memory."""
-    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def test_gradient_with_other_strides() -> None:
-    """A gradient with other strides is copied and counted; torch's fused kernels misread it."""
+def test_gradients_with_other_strides_are_copied_and_counted() -> None:
+    """torch's fused kernels misread them."""
     mine, reference = make_params([(4, 6), (3,)]), make_params([(4, 6), (3,)])
-    ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference)
-    for step in range(3):
+    ours, same = FusedAdamW(mine), FusedAdamW(reference)
+    for step in range(4):
         set_gradients(mine, reference, seed=step)
         if step:
-            mine[0].grad = strided_like(mine[0].grad)
-            assert mine[0].grad.stride() != mine[0].stride()
+            mine[0].grad = mine[0].grad.t().contiguous().t()
+        if step == 3:
+            ours.state.clear()
+            same.state.clear()
         ours.step()
         same.step()
-        assert ours.gradients_copied == step
-    assert same.gradients_copied == 0
-    ours.state.clear()
-    ours.step()
-    same.state.clear()
-    same.step()
-    assert ours.gradients_copied == 3
+        assert (ours.gradients_copied, same.gradients_copied) == (step, 0)
     assert_same_bits(mine, reference)
 
 
-@pytest.mark.parametrize(
-    "make_gradient",
-    [
-        lambda p: torch.ones(()).expand(p.shape),
-        lambda p: torch.ones(*p.shape, 2)[..., 0],
-        lambda p: torch.ones(p.numel() + 1)[1:].view(p.shape),
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda g: g[:1, :1].expand(4, 6),
+    "gaps": lambda g: torch.stack([g, g], -1)[..., 0],
+    "offset": lambda g: torch.cat([g.new_ones(1), g.flatten()])[1:].view(4, 6),
+    "lazy negation": lambda g: torch._neg_view(g),
+    "lazy zeros": lambda g: torch._efficientzerotensor(4, 6),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_of_any_layout(kind: str) -> None:
+    mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
+    mine[0].grad = GRADIENTS[kind](torch.rand(4, 6))
+    reference[0].grad = mine[0].grad.clone().resolve_neg() + 0.0
+    for params in (mine, reference):
+        FusedAdamW(params, max_grad_norm=0.1).step()
+    assert_same_bits(mine, reference)
+
+
+@pytest.mark.parametrize("first", [BF16, torch.float32])
+def test_a_gradient_of_another_dtype_after_a_copied_one(first: torch.dtype) -> None:
+    second = torch.float32 if first == BF16 else BF16
+    moments = []
+    for layouts in (("dense", "dense", "dense"), ("dense", "transposed", "dense")):
+        p = nn.Parameter(torch.ones(4, 6, dtype=BF16))
+        p.grad_dtype = None
+        optimizer = FusedAdamW([p], state_dtype=torch.float32)
+        for dtype, layout in zip((first, second, first), layouts, strict=True):
+            g = torch.linspace(-1, 1, 24).view(4, 6).to(BF16).to(dtype)
+            p.grad = g if layout == "dense" else g.t().contiguous().t()
+            optimizer.step()
+        moments.append(optimizer.state[p]["exp_avg"])
+    assert moments[0].equal(moments[1])
+
+
+PARAMETERS: dict[str, Callable[[], list[nn.Parameter]]] = {
+    "permuted": lambda: [nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4).t())],
+    "channels_last": lambda: [
+        nn.Parameter(torch.linspace(-1, 1, 120).view(2, 3, 4, 5).to(
+            memory_format=torch.channels_last))
     ],
-    ids=["expanded", "gaps", "offset"],
-)
-def test_gradient_of_any_layout(make_gradient: Callable[..., torch.Tensor]) -> None:
-    mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
-    mine[0].grad = make_gradient(mine[0])
-    reference[0].grad = torch.ones(4, 6)
-    OURS["AdamW"](mine).step()
-    OURS["AdamW"](reference).step()
-    assert_same_bits(mine, reference)
-
-
-@pytest.mark.parametrize("sign", [-1.0, 0.0])
-def test_lazy_gradient(sign: float) -> None:
-    """A gradient with a lazy negation or lazy zeros counts with its actual values."""
-    mine, reference = make_params([(4, 6)]), make_params([(4, 6)])
-    values = torch.rand(4, 6)
-    mine[0].grad = torch._neg_view(values) if sign else torch._efficientzerotensor(4, 6)
-    reference[0].grad = sign * values
-    for optimizer in (
-        OURS["AdamW"](mine, max_grad_norm=0.1),
-        OURS["AdamW"](reference, max_grad_norm=0.1),
-    ):
-        optimizer.step()
-    assert_same_bits(mine, reference)
+    "four dtypes": lambda: [
+        p for dtype in (torch.float64, torch.float32, torch.float16, BF16)
+        for p in make_params([(2, 3)], dtype, seed=3)
+    ],
+    "empty and scalar": lambda: make_params([(0,), (), (3, 0), (1, 1)]),
+}  # fmt: skip
 
 
 @each_class
-@pytest.mark.parametrize("memory_format", ["permuted", "channels_last"])
-def test_dense_parameters_of_other_strides(name: str, memory_format: str) -> None:
-    params = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        if memory_format == "permuted":
-            params.append([nn.Parameter(torch.randn(5, 4).t())])
-        else:
-            data = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-            params.append([nn.Parameter(data)])
-    mine, theirs = params
-    ours, reference = OURS[name](mine), TORCH[name](theirs, foreach=False)
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_parameters_of_any_layout_and_dtype(name: str, kind: str) -> None:
+    mine, theirs = PARAMETERS[kind](), PARAMETERS[kind]()
+    ours, reference = OURS[name](mine, eps=1e-4), TORCH[name](theirs, eps=1e-4, foreach=False)
     for step in range(3):
-        for p in (*mine, *theirs):
-            torch.manual_seed(step)
-            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape))
+        set_gradients(mine, seed=step)
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.empty_like(p).copy_(p.grad)
+            q.grad = p.grad.clone()
             assert p.grad.stride() == p.stride()
         ours.step()
         reference.step()
     assert_close_to_torch(mine, theirs)
-    assert ours.state[mine[0]]["exp_avg"].stride() == mine[0].stride()
-
-
-@each_class
-def test_mixed_dtypes(name: str) -> None:
-    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    mine = [p for dtype in dtypes for p in make_params([(2, 3)], dtype, seed=3)]
-    theirs = copy_params(mine)
-    ours = OURS[name](mine, eps=1e-4)
-    reference = TORCH[name](theirs, eps=1e-4, fused=True)
-    train([ours, reference], [mine, theirs], 3)
-    assert_close_to_torch(mine, theirs)
-    for p, dtype in zip(mine, dtypes, strict=True):
-        assert ours.state[p]["exp_avg"].dtype == dtype
-        assert ours.state[p]["step"].dtype == torch.float32
-
-
-@each_class
-def test_empty_and_scalar_tensors(name: str) -> None:
-    mine, theirs = (make_params([(0,), (), (3, 0), (1, 1)]) for _ in range(2))
-    ours, reference = OURS[name](mine), TORCH[name](theirs, fused=True)
-    train([ours, reference], [mine, theirs], 3)
-    assert_close_to_torch(mine, theirs)
-    assert [float(ours.state[p]["step"]) for p in mine] == [3, 3, 3, 3]
-
-
-def test_amsgrad_switched_on() -> None:
-    """The maximum starts at the next second moment, as if it had been zero before."""
-    mine, reference = make_params(), make_params()
-    ours, same = OURS["AdamW"](mine), OURS["AdamW"](reference, amsgrad=True)
-    train([ours, same], [mine, reference], 2)
-    ours.param_groups[0]["amsgrad"] = True
-    for p, q in zip(mine, reference, strict=True):
-        same.state[q]["max_exp_avg_sq"].zero_()
-        with torch.no_grad():
-            q.copy_(p)
-    train([ours, same], [mine, reference], 2, first_seed=2)
-    assert_same_bits(mine, reference)
-
-
-def test_options_that_do_nothing_in_a_group_are_rejected() -> None:
-    params = make_params([(2,), (3,)])
-    optimizer = OURS["AdamW"](params[:1])
-    for option in ("max_grad_norm", "state_dtype", "track", "process_group"):
-        with pytest.raises(ValueError, match=f"{option}: arguments of FusedAdamW for all"):
-            optimizer.add_param_group({"params": params[1:], option: None})
-    for switch in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
-        with pytest.raises(ValueError, match="FusedAdamW is always fused and not differentiable"):
-            optimizer.add_param_group({"params": params[1:], **switch})
-    assert len(optimizer.param_groups) == 1
-    train([optimizer], [params[:1]], 2)
-    assert optimizer.state[params[0]]["step"] == 2
+    for p in mine:
+        moment, step = ours.state[p]["exp_avg"], ours.state[p]["step"]
+        assert (moment.stride(), moment.dtype) == (p.stride(), p.dtype)
+        assert (step.dtype, float(step)) == (torch.float32, 3)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -205,51 +152,89 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_schedulers(name: str, schedule: str, tensor_lr: bool) -> None:
-    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    runs = []
+    for cls, flags in ((OURS[name], {}), (TORCH[name], {"fused": True})):
+        params = make_params()
         rates = [torch.tensor(lr) if tensor_lr else lr for lr in (0.01, 0.03)]
-        return [
-            {"params": ps, "lr": lr} for ps, lr in zip((params[:2], params[2:]), rates, strict=True)
-        ]
-
-    mine, theirs = make_params(), make_params()
-    ours, reference = OURS[name](groups(mine)), TORCH[name](groups(theirs), fused=True)
-    schedulers = [SCHEDULERS[schedule](ours), SCHEDULERS[schedule](reference)]
-    seen = []
-    for step in range(8):
-        set_gradients(mine, theirs, seed=step)
-        ours.step()
-        reference.step()
-        for scheduler in schedulers:
+        groups = [{"params": params[:2], "lr": rates[0]}, {"params": params[2:], "lr": rates[1]}]
+        optimizer = cls(groups, **flags)
+        scheduler, seen = SCHEDULERS[schedule](optimizer), []
+        for step in range(8):
+            train(optimizer, [step])
             scheduler.step(*[1.0] * (schedule == "plateau"))
-        found = [[(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
-                 for optimizer in (ours, reference)]  # fmt: skip
-        assert found[0] == found[1]
-        seen.append(found[0])
-    assert seen[0] != seen[-1]
+            seen.append([(float(g["lr"]), g["betas"]) for g in optimizer.param_groups])
+        runs.append((params, seen))
+    (mine, ours), (theirs, expected) = runs
+    assert ours == expected and ours[0] != ours[-1]
     assert_close_to_torch(mine, theirs)
 
 
-def test_lazy_modules() -> None:
-    """A parameter may get its shape after the optimizer is built."""
+@each_class
+def test_numbers_of_any_type_are_taken(name: str) -> None:
+    numbers: dict[str, Any] = {
+        "lr": np.array(0.125), "betas": np.array([0.5, 0.75]), "eps": Fraction(1, 2**20),
+        "weight_decay": np.float32(0.25), "max_grad_norm": torch.tensor(math.inf),
+    }  # fmt: skip
+    plain = OURS[name](make_params(), 0.125, (0.5, 0.75), 2**-20, 0.25)
+    optimizer = OURS[name](make_params(), **numbers)
+    log_to(lambda values: None, optimizer, every=1)
+    for each in (optimizer, plain):
+        train(each, range(2))
+    assert_same_bits(params_of(optimizer), params_of(plain))
+    optimizer.param_groups[0].update(lr=np.float32(0.25), weight_decay=0.25)
+    optimizer.step()
+    resumed = OURS[name](make_params())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["lr"] == 0.25
+
+
+def test_lazy_modules_and_tuples() -> None:
+    """A parameter may get its shape after the optimizer is built, and stand in a tuple."""
     module = nn.LazyLinear(2)
-    optimizer = OURS["AdamW"](module.parameters())
+    optimizer = FusedAdamW(module.parameters())
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    optimizer.step()
     assert optimizer.state[module.weight]["exp_avg"].shape == (2, 3)
+    assert optimizer.state[module.weight]["step"] == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_class
 def test_init_state(name: str) -> None:
     """init_state() creates zero moments and step counts, and does not change later training."""
-    params, reference = make_params(), make_params()
-    optimizer, same = OURS[name](params, amsgrad=True), OURS[name](reference, amsgrad=True)
-    before = [bits(p) for p in params]
-    optimizer.init_state()
-    assert [bits(p) for p in params] == before
-    for p in params:
-        assert list(optimizer.state[p]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-        assert all(not value.any() for value in optimizer.state[p].values())
-    train([optimizer, same], [params, reference], 3)
-    optimizer.init_state()  # existing state stays
-    assert_same_bits(params, reference)
-    assert all(optimizer.state[p]["step"] == 3 for p in params)
+    optimizer, same = (OURS[name](make_params(), amsgrad=True) for _ in range(2))
+    with unchanged(*params_of(optimizer)):
+        optimizer.init_state()
+    for state in optimizer.state.values():
+        assert list(state) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        assert all(not value.any() for value in state.values())
+    for each in (optimizer, same):
+        train(each, range(3))
+    with unchanged(optimizer):
+        optimizer.init_state()
+    assert snapshot(optimizer) == snapshot(same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, BF16], ids=str)
+def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
+    def run() -> list[bytes]:
+        optimizer = FusedAdamW(make_params([(3, 70)]), lr=1e-2, state_dtype="int8")
+        train(optimizer, [0])
+        floats = FusedAdamW(copy_params(params_of(optimizer)))
+        floats.load_state_dict(optimizer.state_dict())  # exact
+        floats.state[params_of(floats)[0]]["step"] = 1001.0  # as in older versions
+        train(floats, [1])
+        again = FusedAdamW(copy_params(params_of(floats)), state_dtype="int8")
+        again.load_state_dict(floats.state_dict())
+        again.add_param_group({"params": make_params([(2,)])})
+        again.init_state()
+        return [bits(t) for o in (optimizer, floats, again) for s in o.state.values()
+                for t in s.values()]  # fmt: skip
+
+    expected, before = run(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert run() == expected
+    finally:
+        torch.set_default_dtype(before)

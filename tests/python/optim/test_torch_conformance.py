@@ -1,14 +1,13 @@
 """torch's own optimizer checks (test/test_optim.py, class TestOptimRenewed) on our classes.
 
 The inputs come from torch.testing. The test bodies do not ship with torch and are rewritten here.
-``COVERAGE`` names, for each of torch's checks, the test that covers it or why it does not apply.
+test_state_dict.py, test_step_inputs.py and test_versions_and_hooks.py have the checks of state
+dicts, schedulers and hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import inspect
 from typing import Any
 
 import pytest
@@ -21,99 +20,10 @@ from torch.testing._internal.common_optimizers import (
     TensorTracker,
 )
 
-from .subject import (
-    CASE,
-    NAMES,
-    OURS,
-    TORCH,
-    Regression,
-    assert_close_to_torch,
-    bits,
-    copy_params,
-    each_class,
-    inputs,
-    make_params,
-    optimizer_info,
-    set_gradients,
-    small_model,
-    train,
-)
-
-CUDA = "needs CUDA; tests/python/ops runs the bodies of the CUDA kernels"
-FOREACH = "tests torch's foreach implementation, which foreach=True would ask for: test_flags"
-SPARSE = "refused, as by torch's Adam: test_refused_inputs.py::test_refused_gradients"
-SECOND_ORDER = "only for LBFGS"
-
-COVERAGE = {
-    "test_optim_infos_do_not_specify_global_cliquey_kwargs": "checks torch.testing, not optimizers",
-    "test_errors": "test_errors",
-    "test_forloop_goes_right_direction": "test_matches_forloop",
-    "test_forloop_goes_right_direction_multigpu": CUDA,
-    "test_param_group_with_lrscheduler_goes_right_direction": (
-        "test_step_inputs.py::test_schedulers"
-    ),
-    "test_tensor_lr": "test_tensor_lr",
-    "test_rosenbrock_sparse": SPARSE,
-    "test_complex": "test_parameter_kinds.py::test_complex",
-    "test_complex_2d": "test_parameter_kinds.py::test_complex",
-    "test_foreach_matches_forloop": FOREACH,
-    "test_mixed_device_dtype": "test_step_inputs.py::test_mixed_dtypes",
-    "test_set_default_dtype_works_with_foreach": "test_default_dtype",
-    "test_foreach_large_tensor": FOREACH,
-    "test_peak_memory_foreach": FOREACH,
-    "test_fused_matches_forloop": "test_matches_forloop",
-    "test_fused_error_on_params_on_meta": "test_meta_parameters",
-    "test_fused_large_tensor": "tests/python/ops: an element count above 2**31 at operator level",
-    "test_fused_does_not_step_if_foundinf": "test_clipping.py::test_found_inf_skips_the_step",
-    "test_cpu_load_state_dict": CUDA,
-    "test_param_groups_weight_decay": "test_clipping.py::test_one_norm_for_all_groups",
-    "test_param_groups_lr": "test_clipping.py::test_one_norm_for_all_groups",
-    "test_step_is_noop_when_params_have_no_grad": "test_noop_without_gradients",
-    "test_step_is_noop_for_zero_grads": "test_noop_for_zero_gradients",
-    "test_optimizer_can_be_printed": "test_printing",
-    "test_state_dict_deterministic": "test_torch_state.py::test_state_dict_deterministic",
-    "test_can_load_older_state_dict": "test_torch_state.py::test_older_state_dict",
-    "test_can_load_from_to_named_state_dict": "test_torch_state.py::test_state_dict_deterministic",
-    "test_save_load_equality_with_weights_only": "test_master_weights_state.py::test_save_and_load",
-    "test_load_nontensor_step": "test_torch_state.py::test_older_state_dict",
-    "test_state_dict_with_cuda_params": "test_master_weights_state.py::test_save_and_load",
-    "test_state_dict_cross_device": CUDA,
-    "test_state_dict_pre_hook": "test_torch_state.py::test_state_dict_hooks",
-    "test_state_dict_post_hook": "test_torch_state.py::test_state_dict_hooks",
-    "test_state_dict_pre_post_hook": "test_torch_state.py::test_state_dict_hooks",
-    "test_load_state_dict_pre_hook_and_prepend": "test_torch_state.py::test_load_state_dict_hooks",
-    "test_load_state_dict_post_hook": "test_torch_state.py::test_load_state_dict_hooks",
-    "test_load_state_dict_pre_post_hook": "test_torch_state.py::test_load_state_dict_hooks",
-    "test_step_post_hook": "test_torch_state.py::test_step_hooks",
-    "test_step_pre_hook": "test_torch_state.py::test_step_hooks",
-    "test_step_all_hooks": "test_torch_state.py::test_step_hooks_order",
-    "test_deepcopy_copies_all_public_attrs": (
-        "test_master_weights_state.py::test_copied_optimizer_continues_bitwise"
-    ),
-    "test_second_order_optims_return_consistent_types": SECOND_ORDER,
-    "test_fused_cpu_matches_cuda": CUDA,
-    "test_defaults_changed_to_foreach": FOREACH,
-    "test_non_empty_state": "test_torch_state.py::test_state_after_a_step",
-    "test_adamw_serialization": "test_torch_state.py::test_decoupled_weight_decay_key",
-    "test_grads_are_never_inplaced_into": "test_gradients_are_not_written",
-    "test_step_iteration": "test_step_counts",
-    "test_fused_mixed_precision_numerics": "test_moments_that_a_step_hook_makes",
-    "test_fused_mixed_precision_state_init": "test_moments_that_a_step_hook_makes",
-    "test_fused_mixed_precision_hook_skips_existing_state": "test_moments_that_a_step_hook_makes",
-    "test_fused_mixed_precision_rejects_unsupported_dtypes": "test_moments_that_a_step_hook_makes",
-}
-
-
-def test_coverage_table() -> None:
-    """Every test that the table names exists."""
-    here = Path(__file__)
-    for check, where in COVERAGE.items():
-        file, separator, function = where.rpartition("::")
-        if not where.startswith("test_") or " " in where:
-            assert len(where) > 10, f"{check} has no reason"
-            continue
-        source = (here.with_name(file) if separator else here).read_text()
-        assert f"def {function}(" in source, f"{check}: no {where}"
+from ...support.compare import bits, snapshot, unchanged
+from ...support.problems import make_params, params_of, set_gradients, small_model, train
+from ...support.ways import OURS, TORCH, each_class
+from .subject import CASE, NAMES, Regression, assert_close_to_torch, inputs, optimizer_info
 
 
 @each_class
@@ -128,21 +38,16 @@ def test_moments_that_a_step_hook_makes(name: str, amsgrad: bool) -> None:
                 keys = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
                 state |= {key: torch.zeros_like(param, dtype=dtype) for key in keys}
 
-    params, others = make_params(), make_params()
-    hooked = OURS[name](params, amsgrad=amsgrad)
+    hooked = OURS[name](make_params(), amsgrad=amsgrad)
     hooked.register_step_pre_hook(lambda optimizer, *_: make_states(optimizer, torch.bfloat16))
-    train(
-        [hooked, OURS[name](others, amsgrad=amsgrad, state_dtype=torch.bfloat16)],
-        [params, others],
-        3,
-    )
-    assert all(map(torch.equal, params, others))
-    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in hooked.state.values())
-    wrong = OURS[name](others, amsgrad=amsgrad)
+    expected = OURS[name](make_params(), amsgrad=amsgrad, state_dtype=torch.bfloat16)
+    for optimizer in (hooked, expected):
+        train(optimizer, range(3))
+    assert snapshot(hooked) == snapshot(expected)
+    wrong = OURS[name](make_params(), amsgrad=amsgrad)
     wrong.register_step_pre_hook(lambda optimizer, *_: make_states(optimizer, torch.int32))
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is torch.int32"):
-        wrong.step()
-    assert all(map(torch.equal, params, others))
+    with unchanged(*params_of(wrong)), pytest.raises(ValueError, match=r"exp_avg of parameter 0"):
+        train(wrong, [0])
 
 
 def error_cases() -> list[Any]:
@@ -178,30 +83,29 @@ def test_errors(name: str, index: int) -> None:
 
 @each_class
 def test_flags(name: str) -> None:
-    """Unsupported flags raise and name the argument; all other flags are accepted and step."""
+    """test_rejected_arguments.py has the flags that raise."""
     accepted = [{}, {"foreach": None}, {"fused": None}, {"fused": True}, {"differentiable": False}]
     accepted += [{"foreach": False}, {"capturable": True}, {"capturable": False}]
-    for refused in ({"foreach": True}, {"fused": False}, {"differentiable": True}):
-        with pytest.raises((ValueError, RuntimeError), match=next(iter(refused))):
-            OURS[name](make_params(), **refused)
+    runs = []
     for flags in accepted:
-        params = make_params()
-        before = copy_params(params)
-        train([OURS[name](params, **flags)], [params], 1)
-        assert all(bits(p) != bits(q) for p, q in zip(params, before, strict=True)), flags
+        optimizer = OURS[name](make_params(), **flags)
+        train(optimizer, [0])
+        runs.append(snapshot(optimizer))
+    assert runs == [runs[0]] * len(runs)
 
 
 @each_class
 def test_tensor_betas(name: str) -> None:
     """Tensor betas are read again at each step."""
-    mine, theirs = make_params(), make_params()
     betas = torch.tensor(0.9), torch.tensor(0.99)
-    optimizers = [OURS[name](mine, betas=betas), TORCH[name](theirs, betas=(0.9, 0.99))]
-    train(optimizers, [mine, theirs], 3)
-    betas[0].fill_(0.7)
-    optimizers[1].param_groups[0]["betas"] = (0.7, 0.99)
-    train(optimizers, [mine, theirs], 3)
-    assert_close_to_torch(mine, theirs)
+    ours = OURS[name](make_params(), betas=betas)
+    theirs = TORCH[name](make_params(), betas=(0.9, 0.99))
+    for beta in (0.9, 0.7):
+        betas[0].fill_(beta)
+        theirs.param_groups[0]["betas"] = (beta, 0.99)
+        for optimizer in (ours, theirs):
+            train(optimizer, range(3))
+    assert_close_to_torch(params_of(ours), params_of(theirs))
 
 
 @inputs()
@@ -221,16 +125,6 @@ def test_tensor_lr(name: str, kwargs: dict[str, Any], shape: tuple[int, ...]) ->
             opt.step()
         assert bits(with_float.weight) == bits(with_tensor.weight)
         assert bits(with_float.bias) == bits(with_tensor.bias)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def compare_with_forloop(name: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
@@ -281,23 +175,6 @@ def test_matches_forloop(name: str, dtype: torch.dtype) -> None:
 
 
 @each_class
-@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
-def test_default_dtype(name: str, default: torch.dtype) -> None:
-    """Step counts are float32 under any default dtype, as in torch's fused optimizers."""
-    with default_dtype(default):
-        params = make_params(dtype=torch.float32)
-        reference = copy_params(params)
-        ours, theirs = OURS[name](params), TORCH[name](reference, fused=True)
-        train([ours, theirs], [params, reference], 3)
-        assert_close_to_torch(params, reference)
-        for p, q in zip(params, reference, strict=True):
-            assert ours.state[p]["step"].dtype == theirs.state[q]["step"].dtype == torch.float32
-        ours.state.clear()
-        ours.init_state()
-        assert all(ours.state[p]["step"].dtype == torch.float32 for p in params)
-
-
-@each_class
 def test_meta_parameters(name: str) -> None:
     """Parameters on the meta device are refused; once they have memory, a step works."""
     with torch.device("meta"):
@@ -322,26 +199,19 @@ def test_meta_parameters(name: str) -> None:
 
 @inputs()
 def test_noop_without_gradients(name: str, kwargs: dict[str, Any]) -> None:
-    params = [torch.randn(2, 3), nn.Parameter(torch.randn(4))]
-    before = [p.detach().clone() for p in params]
+    params = [torch.ones(2, 3), nn.Parameter(torch.ones(4))]
     optimizer = OURS[name](params, **kwargs)
-    for _ in range(2):
-        assert optimizer.step(lambda: torch.tensor([1.0])) == 1.0
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    with unchanged(*params):
+        assert [optimizer.step(lambda: torch.tensor([1.0])) for _ in range(2)] == [1.0, 1.0]
     assert not any(optimizer.state[p] for p in params)
 
 
 @inputs()
 def test_noop_for_zero_gradients(name: str, kwargs: dict[str, Any]) -> None:
-    kwargs["weight_decay"] = 0.0  # decay alone changes parameters
-    params = make_params()
-    before = copy_params(params)
-    optimizer = OURS[name](params, **kwargs)
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    assert optimizer.step(lambda: 5) == 5
-    assert all(bits(p) == bits(q) for p, q in zip(params, before, strict=True))
-    assert all(optimizer.state[p]["step"] == 1 for p in params)
+    optimizer = OURS[name](make_params(), **kwargs | {"weight_decay": 0.0})  # which moves, too
+    with unchanged(*params_of(optimizer)):
+        train(optimizer, [0], scale=0.0)
+    assert all(state["step"] == 1 for state in optimizer.state.values())
 
 
 @inputs()
@@ -359,14 +229,14 @@ def test_printing(name: str, kwargs: dict[str, Any]) -> None:
 def test_gradients_are_not_written(
     name: str, kwargs: dict[str, Any], extra: dict[str, Any]
 ) -> None:
-    params = make_params()
-    optimizer = OURS[name](params, **kwargs, **extra)
-    set_gradients(params)
-    gradients = [p.grad for p in params]
-    before = [(bits(g), g._version) for g in gradients]
-    optimizer.step()
-    assert [(bits(g), g._version) for g in gradients] == before
-    assert all(p.grad is g for p, g in zip(params, gradients, strict=True))
+    optimizer = OURS[name](make_params(), **kwargs, **extra)
+    set_gradients(params_of(optimizer))
+    gradients = [p.grad for p in params_of(optimizer)]
+    versions = [g._version for g in gradients]
+    with unchanged(*gradients):
+        optimizer.step()
+    assert [g._version for g in gradients] == versions
+    assert all(p.grad is g for p, g in zip(params_of(optimizer), gradients, strict=True))
 
 
 @inputs()
@@ -375,11 +245,10 @@ def test_step_counts(name: str, kwargs: dict[str, Any]) -> None:
     params = make_params()
     optimizer = OURS[name](params, **kwargs)
     for step in range(4):
-        set_gradients(params)
-        params[1].grad = None
-        if step % 2:
-            params[2].grad = None
-        optimizer.step()
+        train(
+            optimizer, [step], [p for i, p in enumerate(params) if i not in (1, 2)[: 1 + step % 2]]
+        )
+        optimizer.zero_grad()
     counts = [float(optimizer.state[p]["step"]) if optimizer.state[p] else None for p in params]
     assert counts == [4, None, 2, 4]
 
@@ -388,8 +257,6 @@ def test_step_counts(name: str, kwargs: dict[str, Any]) -> None:
 def test_is_an_optimizer(name: str) -> None:
     """The classes subclass torch.optim.Optimizer, and their signatures extend torch's."""
     assert issubclass(OURS[name], torch.optim.Optimizer)
-    import inspect
-
     ours = inspect.signature(OURS[name].__init__).parameters
     theirs = inspect.signature(TORCH[name].__init__).parameters
     for key, parameter in theirs.items():

@@ -18,34 +18,34 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchopt_ext import FSDPadaptOptimizer, GradScaler
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler
 from torchopt_ext._torch import compiled_autograd
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 
-from .subject import OURS, make_params, set_gradients
+from ...support.compare import unchanged
+from ...support.problems import make_params, set_gradients, train
+from ...support.ways import OURS
 
 MANY = [(2,)] * 1500  # enough for several threads
-KWARGS: dict[str, Any] = {"lr": 0.02, "max_grad_norm": 1.0}
 
 
 def stepped(shapes: Any = MANY, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     params = make_params(shapes, dtype=dtype)
-    optimizer = OURS["AdamW"](params, **KWARGS, **kwargs)
-    set_gradients(params)
-    optimizer.step()
+    optimizer = FusedAdamW(params, lr=0.02, max_grad_norm=1.0, **kwargs)
+    train(optimizer, [0])
     return params, optimizer
 
 
-def written(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
-    return [t for p in params for t in (p, *optimizer.state[p].values())]
+def versions(params: list[nn.Parameter], optimizer: Any) -> list[int]:
+    return [t._version for p in params for t in (p, *optimizer.state[p].values())]
 
 
 def assert_steps_are_counted(params: list[nn.Parameter], optimizer: Any) -> None:
     for _ in range(2):
-        before = [t._version for t in written(params, optimizer)]
+        before = versions(params, optimizer)
         optimizer.step()
-        after = [t._version for t in written(params, optimizer)]
+        after = versions(params, optimizer)
         assert all(new > old for new, old in zip(after, before, strict=True))
 
 
@@ -60,27 +60,21 @@ def test_all_that_a_step_writes_has_another_version(shapes: Any, kwargs: dict[st
     assert_steps_are_counted(params, optimizer)
 
 
-def test_parameters_without_gradient_keep_theirs() -> None:
+def test_what_a_step_does_not_write_keeps_its_version() -> None:
     params, optimizer = stepped()
+    views = [nn.Parameter(part) for part in torch.zeros(8).split(2)]  # share a version
+    optimizer.add_param_group({"params": views})
+    train(optimizer, [1])
     for p in params[::3]:
         p.grad = None
     before = [p._version for p in params]
     optimizer.step()
     changed = [p._version != version for p, version in zip(params, before, strict=True)]
     assert changed == [p.grad is not None for p in params]
-
-
-def test_a_step_without_gradients_changes_no_version() -> None:
-    params, optimizer = stepped()
-    flat = torch.zeros(8)
-    views = [nn.Parameter(part) for part in flat.split(2)]  # share a version
-    optimizer.add_param_group({"params": views})
-    set_gradients(views)
-    optimizer.step()
     optimizer.zero_grad()
-    before = [t._version for t in written(params + views, optimizer)]
+    unwritten = versions(params + views, optimizer)
     optimizer.step()
-    assert [t._version for t in written(params + views, optimizer)] == before
+    assert versions(params + views, optimizer) == unwritten
 
 
 def test_what_shares_a_version_is_counted_once() -> None:
@@ -119,7 +113,7 @@ def test_backward_through_what_a_step_has_changed_is_refused(saved: str) -> None
         loss.backward()
 
 
-@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.SGD])
 def test_allow_mutation_on_saved_tensors(base: Any) -> None:
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = FSDPadaptOptimizer(base([param], lr=0.1))
@@ -130,16 +124,6 @@ def test_allow_mutation_on_saved_tensors(base: Any) -> None:
         optimizer.step()
         loss.backward()
     assert factor.grad is not None and factor.grad.eq(1.0).all() and param.lt(1.0).all()
-
-
-def test_a_plan_takes_no_pass_without_gradients() -> None:
-    _, optimizer = stepped()
-    plan = optimizer._built[0]
-    control, accumulator = optimizer._block(torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="have not been collected"):
-        plan.accumulate(0, accumulator)
-    with pytest.raises(RuntimeError, match="have not been collected"):
-        plan.update([control])
 
 
 # ---- hooks and profilers -------------------------------------------------------------------------
@@ -185,7 +169,7 @@ def subclass(base: Any, kind: str) -> Any:
     "kind", ["plain", "overridden", "wraps", "decorated", "mixin", "put on the class"]
 )
 def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
-    base: Any = OURS["AdamW"]
+    base: Any = FusedAdamW
     base(make_params())  # torch wraps a class's step when its first instance is made
     params = make_params()
     optimizer = subclass(base, kind)(params)
@@ -206,7 +190,7 @@ def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     assert record_names(optimizer) == [f"Optimizer.step#{type(optimizer).__name__}.step"]
 
 
-@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.SGD])
 def test_a_step_patched_on_an_inner_optimizer_is_called(base: Any) -> None:
     """A patched step of an inner optimizer runs, even if it takes nothing but a closure."""
     calls: list[str] = []
@@ -221,7 +205,7 @@ def test_a_step_patched_on_an_inner_optimizer_is_called(base: Any) -> None:
     set_gradients(params)
     outer.step()
     assert calls == ["patch"]
-    if base is OURS["AdamW"]:
+    if base is FusedAdamW:
         scaler = GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))
         optimizer = patch(base(params))
@@ -231,13 +215,32 @@ def test_a_step_patched_on_an_inner_optimizer_is_called(base: Any) -> None:
         assert float(optimizer.control.grad_norm) > 0, "the scaler's context arrived"
 
 
+class Mine(FusedAdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [Mine, FusedAdamW])
+def test_a_joint_step_rejects_a_step_that_is_overridden_or_replaced(cls: Any) -> None:
+    parts = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    container = OptimizersContainer(parts, cls, {"max_grad_norm": 1.0})
+    if cls is FusedAdamW:
+        container.optimizers[1].step = lambda: None
+    set_gradients(p for part in parts for p in part.parameters())
+    with pytest.raises(TypeError, match=f"{cls.__name__} overrides or replaces step"):
+        container.step()
+    container.optimizers[0].max_grad_norm = container.optimizers[1].max_grad_norm = None
+    container.step()
+    assert [len(opt.state) for opt in container.optimizers] == [2, 2 if cls is Mine else 0]
+
+
 class Twice(FSDPadaptOptimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         return super().step(*args, **kwargs)
 
 
 @pytest.mark.parametrize("cls", [FSDPadaptOptimizer, Twice])
-@pytest.mark.parametrize("base", [OURS["AdamW"], torch.optim.SGD])
+@pytest.mark.parametrize("base", [FusedAdamW, torch.optim.SGD])
 def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) -> None:
     """The inner step leaves torch's global hook tables alone, so other threads' hooks fire."""
     params, others = make_params(), make_params()
@@ -251,20 +254,22 @@ def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) 
         thread.join()
 
     inner.register_step_pre_hook(step_other)
-    own = [outer.register_step_post_hook(lambda opt, *_: calls.append("own"))]
-    own.append(register_optimizer_step_pre_hook(lambda opt, *_: calls.append(opt)))
+    handles = [
+        outer.register_step_post_hook(lambda opt, *_: calls.append("own")),
+        register_optimizer_step_pre_hook(lambda opt, *_: calls.append(opt)),
+    ]
     try:
         set_gradients(params)
         outer.step()
     finally:
-        for handle in own:
+        for handle in handles:
             handle.remove()
     assert calls == [outer, other, "own"]
 
 
 def test_a_hook_that_a_closure_registers_fires() -> None:
     params = make_params()
-    optimizer = OURS["AdamW"](params)
+    optimizer = FusedAdamW(params)
     calls: list[str] = []
 
     def closure() -> None:
@@ -277,16 +282,16 @@ def test_a_hook_that_a_closure_registers_fires() -> None:
 @pytest.mark.filterwarnings("error")
 def test_a_compiled_step_sees_no_more_than_torch_shows_it() -> None:
     params = make_params()
-    optimizer = OURS["AdamW"](params)
+    optimizer = FusedAdamW(params)
     set_gradients(params)
     torch.compile(optimizer.step, backend="eager")()
     assert optimizer.state[params[0]]["step"] == 1
 
 
 COMPILED: dict[str, Callable[[nn.Module], Any]] = {
-    "plain": lambda model: OURS["AdamW"](model.parameters()),
-    "norm": lambda model: OURS["AdamW"](model.parameters(), max_grad_norm=1.0),
-    "container": lambda model: OptimizersContainer([model, nn.Linear(2, 2)], OURS["AdamW"], {}),
+    "plain": lambda model: FusedAdamW(model.parameters()),
+    "norm": lambda model: FusedAdamW(model.parameters(), max_grad_norm=1.0),
+    "container": lambda model: OptimizersContainer([model, nn.Linear(2, 2)], FusedAdamW, {}),
     "masters": lambda model: FSDPadaptOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
 }
 
@@ -345,9 +350,9 @@ def test_compiled_code_calls_backward_and_its_hooks_outside_of_its_graphs(
 ) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda module, _: module)  # saves its time
     model = nn.Linear(1024, 512)
-    optimizer: Any = OURS["AdamW"](model.parameters(), max_grad_norm=1.0)
+    optimizer: Any = FusedAdamW(model.parameters(), max_grad_norm=1.0)
     if kind == "in backward":
-        optimizer = OptimizersInBackwardContainer([model], OURS["AdamW"], {})
+        optimizer = OptimizersInBackwardContainer([model], FusedAdamW, {})
 
     def training(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -368,46 +373,44 @@ def test_compiled_code_calls_backward_and_its_hooks_outside_of_its_graphs(
     assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("pre_dispatch", [False, True])
-@pytest.mark.parametrize("kind", ["fused", "over torch's", "in backward", "clipped", "joint"])
-def test_a_traced_step_is_rejected(pre_dispatch: bool, kind: str) -> None:
+TRACED: dict[str, Callable[[nn.Module], Any]] = {
+    "fused": lambda model: FusedAdamW(model.parameters()),
+    "over torch's": lambda model: FSDPadaptOptimizer(torch.optim.AdamW(model.parameters())),
+    "in backward": lambda model: OptimizersInBackwardContainer([model], FusedAdamW, {}),
+    "clipped": lambda model: OptimizersContainer([model], FusedAdamW, {}),
+    "joint": lambda model: OptimizersContainer([model], FusedAdamW, {}),
+}
+
+
+TRACERS: dict[str, Callable[..., Any]] = {
+    "make_fx": lambda training, x: make_fx(training)(x),
+    "make_fx before dispatch": lambda training, x: make_fx(training, pre_dispatch=True)(x),
+    "jit": torch.jit.trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize(
+    ("tracer", "kind"),
+    [("jit", "fused"), *((tracer, kind) for tracer in list(TRACERS)[:2] for kind in TRACED)],
+)
+def test_a_traced_step_is_rejected(tracer: str, kind: str) -> None:
     """Its kernels are no operators, so that a replay would train nothing."""
     model = nn.Linear(4, 3)
-    optimizer: Any
-    if kind == "fused":
-        optimizer = OURS["AdamW"](model.parameters())
-    elif kind == "over torch's":
-        optimizer = FSDPadaptOptimizer(torch.optim.AdamW(model.parameters()))
-    elif kind == "in backward":
-        optimizer = OptimizersInBackwardContainer([model], OURS["AdamW"], {})
-    else:
-        optimizer = OptimizersContainer([model], OURS["AdamW"], {})
+    optimizer = TRACED[kind](model)
 
     def training(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).sum()
-        loss.backward()
+        if tracer != "jit":
+            model(x).sum().backward()
         if kind == "clipped":
             defer_clipping(optimizer).clip(1.0)
         optimizer.step()
-        return loss
-
-    before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="cannot record the step of this optimizer"):
-        make_fx(training, pre_dispatch=pre_dispatch)(torch.ones(2, 4))
-    assert torch.equal(model.weight, before)
-    training(torch.ones(2, 4))
-    assert not torch.equal(model.weight, before)
-
-
-def test_a_step_traced_by_jit_is_rejected() -> None:
-    params = make_params([(3,)])
-    set_gradients(params)
-    optimizer = OURS["AdamW"](params)
-
-    def training(x: torch.Tensor) -> torch.Tensor:
-        optimizer.step()
         return x + 1
 
-    with pytest.raises(RuntimeError, match="cannot record the step of this optimizer"):
-        torch.jit.trace(training, torch.ones(1))
-    assert not optimizer.state
+    example, match = torch.ones(2, 4), "cannot record the step of this optimizer"
+    set_gradients(model.parameters())
+    with unchanged(*model.parameters()), pytest.raises(RuntimeError, match=match):
+        TRACERS[tracer](training, example)
+    before = model.weight.detach().clone()
+    training(example)
+    assert not torch.equal(model.weight, before)
