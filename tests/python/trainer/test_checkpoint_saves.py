@@ -1,24 +1,144 @@
-"""CheckpointManager: which saves are made, which fail, and which checkpoints remain."""
+"""CheckpointManager: which saves are made, which fail, which checkpoints remain, and crashes."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from torchopt_ext.trainer import checkpoint_states
-from torchopt_ext.trainer.checkpoint_files import contents_of
-from torchopt_ext.trainer.checkpoint_writer import Staged
+from torchopt_ext.trainer import checkpoint_files as files
+from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
 
-from ...distributed.checkpoint_job import Job
-from .test_checkpoint import folder_of, saved_steps
+from ...distributed.checkpoint_job import Job, differences, reseed_all
+from .test_checkpoint import both_modes, damage, folder_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
+
+
+def saved_steps(job: Job) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in job.manager.folder.iterdir())
+
+
+def resumed_step(folder: Path) -> int:
+    return Job(folder).resume().step
+
+
+# ---- what is saved, and when ---------------------------------------------------------------------
+
+
+def test_without_enable_checkpoint_there_is_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, enable_checkpoint=False).train(until=2)
+    job.manager.save(2, force=True)
+    assert not job.manager.load()
+    assert job.manager.newest() is None
+    assert not job.manager.folder.exists()
+    job.close()
+
+
+def test_load_only_neither_saves_nor_clears_up(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=2).close()
+    (tmp_path / "checkpoint" / "step-4.saving").mkdir()
+    job = Job(tmp_path, load_only=True).resume()
+    job.train(until=4)
+    assert {path.name for path in job.manager.folder.iterdir()} == {"step-2", "step-4.saving"}
+
+
+def test_forced_saves_are_full_before_the_last_step_and_are_not_repeated(tmp_path: Path) -> None:
+    job = Job(tmp_path, model_weights_only=True, async_mode="async").train(until=3)
+    job.manager.save(3, force=True)
+    before = (folder_of(job, 3) / ".metadata").stat().st_mtime_ns
+    job.manager.save(3, force=True)
+    assert (folder_of(job, 3) / ".metadata").stat().st_mtime_ns == before
+    assert Job(tmp_path).manager.load(3)
+
+
+def test_an_end_before_the_last_step_may_have_the_model_only(tmp_path: Path) -> None:
+    """If the data ends early, the forced save may hold the model only."""
+    job = Job(tmp_path, model_weights_only=True, export_safetensors=True).train(until=3)
+    job.manager.save(3, force=True, ended=True)
+    assert files.contents_of(folder_of(job, 3)) == "model"
+    assert (job.manager.folder / "step-3.safetensors").exists()
+
+
+def test_a_periodic_save_waits_for_the_end_of_skipped_steps(tmp_path: Path) -> None:
+    job = Job(tmp_path, keep_latest_k=0)
+    for step in range(1, 9):
+        job.manager.save(step, skipping=step in (4, 7, 8))
+    assert saved_steps(job) == [2, 5, 6]
+    assert job.manager.newest(until=4) == 2
+    job.manager.save(8, force=True, skipping=True)
+    assert job.manager.newest() == 8
+
+
+def test_a_model_with_a_reserved_name_is_rejected(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.model.register_buffer("rng", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"the model has \['rng'\]"):
+        job.manager.save(1, force=True)
+
+
+# ---- which checkpoints remain --------------------------------------------------------------------
+
+
+@both_modes
+def test_the_latest_k_are_kept(tmp_path: Path, mode: str) -> None:
+    job = Job(tmp_path, keep_latest_k=2, async_mode=mode)
+    job.manager.save(0, force=True)
+    job.train(until=10).close()
+    assert saved_steps(job) == [0, 8, 10], "a seed stays"
+
+
+def test_damaged_ones_are_not_counted_among_the_latest(tmp_path: Path) -> None:
+    Job(tmp_path, keep_latest_k=0).train(until=8).close()
+    damage(tmp_path / "checkpoint" / "step-8" / "__0_0.distcp", -1)
+    job = Job(tmp_path, keep_latest_k=2).resume()
+    job.manager.save(job.step, force=True)
+    job.close()
+    assert saved_steps(job) == [4, 6, 8]
+    assert job.manager.newest() == 6
+
+
+def test_one_to_resume_from_stays_beside_the_model_only(tmp_path: Path) -> None:
+    job = Job(tmp_path, steps=3, model_weights_only=True, keep_latest_k=1).train(until=3)
+    job.manager.save(3, force=True)
+    job.close()
+    assert saved_steps(job) == [2, 3]
+    assert resumed_step(tmp_path) == 2
+
+
+def test_a_slow_removal_does_not_remove_a_new_checkpoint_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(tmp_path, keep_latest_k=0).train(until=6).close()
+    removals, rmtree = threading.Event(), shutil.rmtree
+
+    def slow(path: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            removals.wait()
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    job = Job(tmp_path, keep_latest_k=1).resume(2)
+    job.train(until=3).manager.save(3, force=True)  # abandons steps 4 and 6, removes all others
+    job.train(until=4)
+    removals.set()
+    job.close()
+    assert saved_steps(job) == [4]
+
+
+# ---- going back ----------------------------------------------------------------------------------
 
 
 def go_back(folder: Path, step: int, until: int, **settings: Any) -> Job:
@@ -28,8 +148,11 @@ def go_back(folder: Path, step: int, until: int, **settings: Any) -> Job:
     return job
 
 
-def resumed_step(folder: Path) -> int:
-    return Job(folder).resume().step
+def test_a_step_is_saved_again_after_going_back(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=4).resume(2)
+    reseed_all(5)
+    job.train(until=4)
+    assert differences(Job(tmp_path, seed=1).resume(4).contents(), job.contents()) == []
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [2, 4, 5, 6, 8]), (2, [4, 5]), (4, [2, 4, 5, 8])])
@@ -65,29 +188,73 @@ def test_a_checkpoint_that_cannot_be_marked_fails_no_save(
 
     monkeypatch.setattr(Path, "touch", fail)
     go_back(tmp_path, 2, until=3)
-    assert (
-        "went back to step 2, but step 6 cannot be marked accordingly: not allowed" in caplog.text
-    )
+    assert "back to step 2, but step 6 cannot be marked accordingly: not allowed" in caplog.text
     folder = tmp_path / "checkpoint"
     assert {path.parent.name for path in folder.rglob("abandoned")} == {"step-4"}
     assert (folder / "step-3").exists()
 
 
-def test_one_to_resume_from_stays_beside_the_model_only(tmp_path: Path) -> None:
-    job = Job(tmp_path, steps=3, model_weights_only=True, keep_latest_k=1).train(until=3)
-    job.manager.save(3, force=True)
-    job.close()
-    assert saved_steps(job) == [2, 3]
-    assert resumed_step(tmp_path) == 2
+# ---- saves that fail -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "stage"),
-    [
-        *(("disabled", "gathering"), ("async", "gathering"), ("async", "copying")),
-        *(("disabled", "packing"), ("async", "packing")),
-    ],
-)
+def fill_disk(job: Job, step: int) -> None:
+    """Makes writes of this step's data fail as on a full disk."""
+    saving = files.saving_folder(job.manager.folder, step)
+    saving.mkdir(parents=True)
+    (saving / "__0_0.distcp").symlink_to("/dev/full")
+
+
+@both_modes
+@pytest.mark.parametrize("last", [False, True])
+def test_a_full_disk_does_not_end_the_training(
+    tmp_path: Path, mode: str, last: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An asynchronous mode reports the last save when it closes."""
+    job = Job(tmp_path, async_mode=mode)
+    fill_disk(job, 4)
+    job.train(until=4 if last else 7).close()
+    assert saved_steps(job) == [2] if last else [2, 6], "nothing is left of step 4"
+    records = [record for record in caplog.records if record.name.startswith("torchopt_ext.")]
+    [error] = [record.message for record in records if record.levelname == "ERROR"]
+    assert "step 4" in error
+    assert "No space left on device" in error
+
+
+@both_modes
+def test_a_full_disk_ends_forced_saves_and_the_first(tmp_path: Path, mode: str) -> None:
+    job = Job(tmp_path, async_mode=mode, enable_first_step_checkpoint=True)
+    fill_disk(job, 3)
+    job.step = 3
+    with pytest.raises(RuntimeError, match=r"step 3 in .*No space left on device"):
+        job.manager.save(3, force=True)
+    fill_disk(job, 1)
+    job.step = 0
+    with pytest.raises(RuntimeError, match=r"step 1 in .*No space left on device"):
+        job.train(until=2)
+    assert saved_steps(job) == []
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk with room for 1000 bytes, whose close does not fail."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_disk_that_fills_within_a_tensor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the full disk, although torch.save says "unexpected pos"."""
+    monkeypatch.setattr(io, "FileIO", FullDisk)
+    written = checkpoint_writer.Writer(tmp_path).fs.create_stream(tmp_path / "file", "wb")
+    with pytest.raises(OSError, match="No space left on device"), written as stream:
+        torch.save(torch.zeros(100_000), stream)
+
+
+@both_modes
+@pytest.mark.parametrize("stage", ["gathering", "copying", "packing"])
 def test_a_periodic_save_without_memory_does_not_end_the_training(
     tmp_path: Path,
     mode: str,
@@ -98,7 +265,7 @@ def test_a_periodic_save_without_memory_does_not_end_the_training(
     job = Job(tmp_path, async_mode=mode)
     owner, name = {
         "gathering": (job, "state_dict"),
-        "copying": (Staged, "__init__"),
+        "copying": (checkpoint_writer.Staged, "__init__"),  # in asynchronous modes
         "packing": (checkpoint_states, "packed"),
     }[stage]
     call = getattr(owner, name)
@@ -110,6 +277,8 @@ def test_a_periodic_save_without_memory_does_not_end_the_training(
 
     monkeypatch.setattr(owner, name, fail)
     job.train(until=6).close()
+    if stage == "copying" and mode == "disabled":
+        return
     assert saved_steps(job) == [2, 6]
     assert "step 4" in caplog.text
     assert "no room; training goes on" in caplog.text
@@ -119,19 +288,60 @@ def test_a_periodic_save_without_memory_does_not_end_the_training(
             job.manager.save(4, force=True)
 
 
-def test_a_periodic_save_waits_for_the_end_of_skipped_steps(tmp_path: Path) -> None:
-    job = Job(tmp_path, keep_latest_k=0)
-    for step in range(1, 9):
-        job.manager.save(step, skipping=step in (4, 7, 8))
-    assert saved_steps(job) == [2, 5, 6]
-    assert job.manager.newest(until=4) == 2
-    job.manager.save(8, force=True, skipping=True)
-    assert job.manager.newest() == 8
+# ---- crashes -------------------------------------------------------------------------------------
 
 
-def test_an_end_before_the_last_step_may_have_the_model_only(tmp_path: Path) -> None:
-    """If the data ends early, the forced save may hold the model only."""
-    job = Job(tmp_path, model_weights_only=True, export_safetensors=True).train(until=3)
-    job.manager.save(3, force=True, ended=True)
-    assert contents_of(folder_of(job, 3)) == "model"
-    assert (job.manager.folder / "step-3.safetensors").exists()
+def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=4)
+    folder = job.manager.folder
+    (folder / "step-4").rename(folder / "step-4.saving")  # killed between two renames
+    (folder / "step-2").rename(folder / "step-2.removing")
+    (folder / "step-6.saving").mkdir()
+    (folder / "step-6.safetensors.saving").write_text("half")
+    (folder / "notes.saving").mkdir()
+    again = Job(tmp_path, seed=1)
+    assert {path.name for path in folder.iterdir()} == {"step-4", "notes.saving"}
+    assert differences(again.resume().contents(), job.contents()) == []
+
+
+def test_what_another_living_job_saves_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = tmp_path / "checkpoint" / "step-2.saving"
+    saving.mkdir(parents=True)
+    program = "import fcntl, os, sys; fcntl.lockf(1, fcntl.LOCK_EX); os.write(2, b'!'); input()"
+    pipe = subprocess.PIPE
+    with open(tmp_path / "checkpoint.lock", "a") as lock:
+        command = [sys.executable, "-c", program]
+        with subprocess.Popen(command, stdin=pipe, stdout=lock, stderr=pipe) as other:
+            assert other.stderr is not None
+            assert other.stderr.read(1) == b"!"
+            Job(tmp_path).close()
+            other.kill()
+    assert saving.exists()
+    assert "Another job saves in" in caplog.text
+    Job(tmp_path).close()
+    assert not saving.exists()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: bool
+) -> None:
+    """`crash`: the old one cannot get its name back either."""
+    job = Job(tmp_path).train(until=2)
+    again = Job(tmp_path, seed=1).resume()
+    rename = os.rename
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target).name == "step-2" and (crash or Path(source).suffix == ".saving"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            again.manager.save(2, force=True)
+    resumed = Job(tmp_path, seed=1).resume()
+    assert differences(resumed.contents(), job.contents()) == []
+    assert saved_steps(job) == [2]

@@ -1,4 +1,4 @@
-"""Values of a checkpoint load as they were saved, or are rejected before it is written."""
+"""Values of a checkpoint: they load as they were saved, or are rejected before it is written."""
 
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from pathlib import Path
@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torchopt_ext.trainer import saved_values
+from torchopt_ext.trainer.checkpoint_states import DataPosition
+from torchopt_ext.trainer.checkpoint_writer import Staged
+from torchopt_ext.zero.state_shard import StateShard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -26,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
     ],
 )
 def test_numbers_of_numpy_become_pythons(value: Any, expected: Any) -> None:
-    found = saved_values.divided(value, "state")
-    assert type(found) is type(expected)
-    assert repr(found) == repr(expected)
+    saved = saved_values.divided(value, "state")
+    assert type(saved) is type(expected)
+    assert repr(saved) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +89,49 @@ def test_tuples_of_a_text_and_a_value_come_back(value: Any) -> None:
     """The form of a value that is saved whole is such a tuple, too."""
     assert saved_values.restored(saved_values.divided(value, "state")) == value
     assert saved_values.restored(saved_values.undivided(value, "state")) == value
+
+
+def test_the_data_position_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing must not read the state again, which would delay the training thread."""
+    state = {"dp_rank_0": {"buffer": [*range(9)], 1: (b"x", torch.ones(2), OrderedDict(a=None))}}
+    data: Any = type("Data", (), {"state_dict": lambda _: state})()
+    with monkeypatch.context() as context:
+        context.delattr(torch, "load")
+        packed = DataPosition(data).state_dict()
+    unpacked = saved_values.unpacked(packed["dp_rank_0"], "state")
+    assert repr(unpacked) == repr(state["dp_rank_0"])
+
+
+def test_a_copy_for_an_asynchronous_save_stays_as_the_state_was() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 4]))
+    tensors: dict[str, Any] = {
+        "view": whole.clone()[:, 1:3],
+        "transposed": torch.nn.Parameter(whole.clone().t()),
+        "scalar": torch.tensor(3),
+        "none": torch.empty(0, 2),
+        "placed": distribute_tensor(whole.clone(), init_device_mesh("cpu", (1,)), [Shard(0)]),
+        "divided": StateShard((3, 4), [whole.clone()], [chunk]),
+    }
+    plain: dict[Any, Any] = {0: (0.9, 0.95), "list": [1, [None, "a"]], "bytes": b"\0"}
+    ordered = OrderedDict(a=[1])
+    staged = Staged({"tensors": tensors, "plain": plain, "ordered": ordered}, pinned=False)
+    expected = {key: getattr(t, "shards", [t])[0].detach().clone() for key, t in tensors.items()}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            for part in getattr(tensor, "shards", [tensor]):
+                part.add_(1)
+    plain["list"][1].append(2)
+    ordered["a"].append(2)
+
+    staged.wait()
+    copy = staged.result()
+    assert copy["plain"] == {0: (0.9, 0.95), "list": [1, [None, "a"]], "bytes": b"\0"}
+    assert copy["ordered"] == OrderedDict(a=[1])
+    for key, copied in copy["tensors"].items():
+        assert torch.equal(getattr(copied, "shards", [copied])[0], expected[key]), key
+        assert copied.stride() == tensors[key].stride() or key == "view"
+        assert not copied.requires_grad
+    assert isinstance(copy["tensors"]["placed"], DTensor)
+    assert copy["tensors"]["placed"].placements == (Shard(0),)
+    assert copy["tensors"]["divided"].chunks == [chunk]
