@@ -7,7 +7,6 @@ import inspect
 import json
 import sys
 import tomllib
-import types
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -104,76 +103,38 @@ def test_files_are_read_as_torchtitan_reads_them() -> None:
             assert get(ours, RENAMED.get(name, name)) == value, name
 
 
+def sample(kind: Any) -> str | None:
+    """Returns a value of a setting, as written on a command line. None for a switch."""
+    if get_origin(kind) in (Literal, list):
+        return str(get_args(kind)[-1]) if get_origin(kind) is Literal else "layers.1,a b"
+    if get_args(kind):  # a union
+        return sample(get_args(kind)[0])
+    return {bool: None, int: "3", float: "0.5", str: "a word"}[kind]
+
+
 @pytest.mark.skipif(not HAS_TORCHTITAN, reason="needs torchtitan 0.2.2")
-def test_command_lines_are_read_as_torchtitan_reads_them() -> None:
+@pytest.mark.parametrize(("mark", "no", "equals"), [("_", "", True), ("-", "no-", False)])
+def test_command_lines_are_read_as_torchtitan_reads_them(mark: str, no: str, equals: bool) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.config import JobConfig as Theirs
 
-    kinds = settings_of(Theirs)
+    kinds, ours = settings_of(Theirs), settings_of(JobConfig)
     for name in ("job.config_file", "job.custom_config_module", "experimental.custom_args_module"):
         del kinds[name]
-    for name, kind in settings_of(JobConfig).items():
-        # torchtitan does not check some of its choices, and has some that are not offered here
-        if get_origin(kind) is Literal and name in kinds:
-            theirs = get_args(kinds[name]) or get_args(kind)
-            kinds[name] = Literal[tuple(value for value in get_args(kind) if value in theirs)]
-    for name in ("quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
-        kinds[name] = list[str]
-
-    @settings(max_examples=8, deadline=None)
-    @given(st.lists(options(kinds), min_size=1, max_size=8))
-    def check(chosen: list[list[str]]) -> None:
-        args = [arg for option in chosen for arg in option]
-        theirs, ours = ConfigManager().parse_args(args), load_config(args)
-        for name in kinds:
-            renamed = RENAMED.get(name, name)
-            # torchtitan puts tokenizer_path into model.hf_assets_path
-            if name != "model.hf_assets_path" and renamed in NAMES:
-                if get(theirs, name) != get(Theirs(), name):
-                    assert get(ours, renamed) == get(theirs, name), (name, args)
-                else:
-                    assert get(ours, renamed) in (get(JobConfig(), renamed), get(theirs, name)), (
-                        name
-                    )
-
-    check()
-
-
-def options(kinds: dict[str, Any]) -> st.SearchStrategy[list[str]]:
-    """Draws one option with a valid value, as written on a command line."""
-    return st.sampled_from(sorted(kinds)).flatmap(lambda name: option(name, kinds[name]))
-
-
-@st.composite
-def option(draw: st.DrawFn, name: str, kind: Any) -> list[str]:
-    spelled = name.replace("_", draw(st.sampled_from("_-")))
-    if kind is bool:
+    args: list[str] = []
+    for name, kind in kinds.items():
+        # torchtitan does not check some of its choices
+        choices = ours.get(name, kind) if get_origin(kind) is not Literal else kind
+        value, spelled = sample(choices), name.replace("_", mark)
         section, _, last = spelled.rpartition(".")
-        return [draw(st.sampled_from([f"--{spelled}", f"--{section}.no-{last}"]))]
-    value = draw(text_of(kind, name))
-    return [f"--{spelled}={value}"] if draw(st.booleans()) else [f"--{spelled}", value]
-
-
-def text_of(kind: Any, name: str = "") -> st.SearchStrategy[str]:
-    words = st.from_regex(r"[a-z][a-z0-9./_ -]{0,8}[a-z]", fullmatch=True)
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    if get_origin(kind) is list:
-        if get_origin(get_args(kind)[0]) is list:
-            return text_of(list[str])
-        return st.lists(words.map(str.strip), min_size=1, max_size=3).map(",".join)
-    if get_origin(kind) in (types.UnionType,) or type(kind).__name__ == "_UnionGenericAlias":
-        return st.one_of(*map(text_of, (one for one in get_args(kind))))
-    if kind is type(None):
-        return st.just("None")
-    if kind is int:
-        return (
-            st.integers(1, 1000).map(str) if name == "validation.steps" else st.integers().map(str)
-        )
-    if kind is float:
-        return st.floats(allow_nan=False).map(str)
-    assert kind is str
-    return words
+        option = [f"--{section}.{no}{last}"] if value is None else [f"--{spelled}", value]
+        args += ["=".join(option)] if equals else option
+    theirs, read = ConfigManager().parse_args(args), load_config(args)
+    for name in kinds:
+        renamed = RENAMED.get(name, name)
+        # torchtitan puts tokenizer_path into model.hf_assets_path
+        if name != "model.hf_assets_path" and renamed in NAMES:
+            assert get(read, renamed) == get(theirs, name), name
 
 
 def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,28 +168,38 @@ def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
         load_config([named, "--mine.kind=THREE"])
 
 
-def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "[training]\nsteps = 5\ncompile = true\nseq_len = 6\n")
-    config = load_config(["--config", path, "--training.steps=7", "--compile.no-enable"])
-    assert (config.training.steps, config.training.compile, config.training.seq_len) == (
-        7,
-        False,
-        6,
-    )
-
-
-@pytest.mark.parametrize(("text", "items"), [("a,b", ["a", "b"]), (" a , b", ["a", "b"]), ("", [])])
-def test_lists_stand_between_commas(tmp_path: Path, text: str, items: list[str]) -> None:
-    assert load_config(["--model.converters", text]).model.converters == items
-    path = write(tmp_path, f"[model]\nconverters = '{text}'\n")  # the form of files for the seed
-    assert load_config(["--config", path]).model.converters == items
-
-
-def test_tables_of_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path, "[optimizer.lr_multipliers]\n'a,b=c' = 2\n'layers.0' = 0.5\n")
-    assert load_config(["--config", path]).optimizer.lr_multipliers == {"a,b=c": 2, "layers.0": 0.5}
-    option = ["--config", path, "--optimizer.lr_multipliers", "x=1, y=z=0.5"]
-    assert load_config(option).optimizer.lr_multipliers == {"x": 1.0, "y=z": 0.5}
+@pytest.mark.parametrize(
+    ("text", "args", "expected"),
+    [
+        (
+            "[training]\nsteps = 5\ncompile = true\nseq_len = 6",
+            "--training.steps=7 --compile.no-enable",
+            {"training.steps": 7, "training.compile": False, "training.seq_len": 6},
+        ),
+        *(
+            (file, option, {"model.converters": items})
+            for text, items in (("a,b", ["a", "b"]), (" a , b", ["a", "b"]), ("", []))
+            for file, option in ((f"[model]\nconverters = '{text}'", ""),  # as the seed's files
+                                 ("", ["--model.converters", text]))
+        ),
+        (
+            "[optimizer.lr_multipliers]\n'a,b=c' = 2\n'layers.0' = 0.5",
+            "",
+            {"optimizer.lr_multipliers": {"a,b=c": 2, "layers.0": 0.5}},
+        ),
+        (
+            "[optimizer.lr_multipliers]\na = 2",
+            ["--optimizer.lr_multipliers", "x=1, y=z=0.5"],
+            {"optimizer.lr_multipliers": {"x": 1.0, "y=z": 0.5}},
+        ),
+    ],
+)  # fmt: skip
+def test_values_of_files_and_of_the_command_line(
+    tmp_path: Path, text: str, args: Any, expected: dict[str, Any]
+) -> None:
+    options = args.split() if isinstance(args, str) else args
+    job = load_config(["--config", write(tmp_path, text), *options])
+    assert {name: get(job, name) for name in expected} == expected
 
 
 def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,16 +387,17 @@ def test_unsupported_settings(option: str, named: str) -> None:
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize("version", FILES)
-def test_all_unsupported_settings_of_a_file_are_named(version: str) -> None:
-    config = load_config(["--config", str(FILES[version])])
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        ("0_1_0", {"memory_estimation.enabled", "fault_tolerance.sync_steps"}),
+        ("0_2_2", {"debug.moe_force_load_balance", "checkpoint.initial_load_in_hf"}),
+    ],
+)
+def test_all_unsupported_settings_of_a_file_are_named(version: str, names: set[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        check_supported(config)
-    expected = {
-        "0_1_0": {"memory_estimation.enabled", "fault_tolerance.sync_steps"},
-        "0_2_2": {"debug.moe_force_load_balance", "checkpoint.initial_load_in_hf"},
-    }[version]
-    assert all(f"{name} is " in str(error.value) for name in expected)
+        check_supported(load_config(["--config", str(FILES[version])]))
+    assert all(f"{name} is " in str(error.value) for name in names)
     assert "training.batch_size" not in str(error.value)
 
 
@@ -434,9 +406,6 @@ def test_choices_are_checked_without_a_file() -> None:
     config.checkpoint.async_mode = "asynch"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"async_mode is 'asynch', expected Literal.'disabled'"):
         check_supported(config)
-
-
-def test_infinite_norm_and_converters_settings_are_accepted() -> None:
     check_supported(load_config(["--training.max_norm=inf", "--float8.filter_fqns=output"]))
 
 
