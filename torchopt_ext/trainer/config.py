@@ -58,8 +58,7 @@ class Job:
     description: str = "default job"  # Description of the job in the log.
     print_args: bool = False  # Log all settings at the start.
     save_config_file: str | None = None  # File in dump_folder to write all settings to, as JSON.
-    custom_config_module: str = ""
-    """Module with a dataclass JobConfig whose sections and fields are added to these settings."""
+    custom_config_module: str = ""  # Module whose dataclass JobConfig adds sections and fields.
 
 
 @dataclass
@@ -82,16 +81,14 @@ class Metrics:
     save_for_all_ranks: bool = False  # Write metrics on every rank instead of one rank.
     enable_wandb: bool = False  # Send metrics to Weights & Biases.
     enable_jsonl: bool = True  # Write metrics to dump_folder/metrics.jsonl, one object per line.
-    progress_bar: Literal["auto", "on", "off"] = "auto"
-    """Show a progress bar; auto: if stdout is a terminal."""
+    progress_bar: Literal["auto", "on", "off"] = "auto"  # Show a bar; auto: on a terminal.
 
 
 @dataclass
 class Model:
     name: str = "llama3"  # Name of a registered TrainSpec.
     flavor: str = "debugmodel"  # Size of the model: a key of the TrainSpec's config.
-    hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder with a tokenizer and other files that a TrainSpec may read."""
+    hf_assets_path: str = "./tests/assets/tokenizer"  # Folder of tokenizers, for TrainSpecs.
     tokenizer_path: str | None = None  # Path of a tokenizer that a TrainSpec may read.
     converters: list[str] = field(default_factory=list)
     """Names of registered model converters, applied in this order."""
@@ -120,10 +117,8 @@ class Optimizer:
     """Factors of the learning rate by pattern of names; the first match decides."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """fused: torchopt_ext's step; foreach, for-loop: torch's step."""
-    early_step_in_backward: bool = False
-    """Update each parameter in backward; foreach and for-loop then neither clip nor skip."""
-    skip_nonfinite: bool = True
-    """Skip the update of a step in which a gradient or the loss is not finite."""
+    early_step_in_backward: bool = False  # Update in backward; only fused then clips and skips.
+    skip_nonfinite: bool = True  # Skip updates whose gradients or loss are not finite.
     amsgrad: bool = False  # As in torch.optim.AdamW.
     momentum: float = at_least(0, default=0.0)  # As in torch.optim.SGD.
     dampening: float = 0.0  # As in torch.optim.SGD.
@@ -149,28 +144,23 @@ class DataLoader:
     num_workers: int = 0  # Worker processes that load data.
     persistent_workers: bool = False  # Keep worker processes from one epoch to the next.
     pin_memory: bool = False  # Load into pinned memory, for copies to a GPU.
-    prefetch_factor: int | None = at_least(1, default=None)
-    """Batches that each worker process prefetches."""
+    prefetch_factor: int | None = at_least(1, default=None)  # Batches that each worker prefetches.
 
 
 @dataclass
 class Training:
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu with gloo or cuda with NCCL; auto: cuda if it is available."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # cpu: gloo; cuda: NCCL; auto: cuda, if any.
     dataset: str = "c4_test"  # Name of a registered data set.
     dataset_path: str | None = None  # Path of the data set.
-    epochs: int = at_least(0, default=0)
-    """Passes over the data set before training ends; 0: no limit."""
+    epochs: int = at_least(0, default=0)  # Passes over the data set; 0: no limit.
     batch_size: int = at_least(1, default=8)  # Sequences in one local batch of a rank.
     global_batch_size: int = at_least(-1, default=-1)
     """Sequences of a step on all ranks, by gradient accumulation; -1: no accumulation."""
     seq_len: int = at_least(1, default=2048)  # Tokens per sequence.
     max_norm: float = 1.0  # Clip gradients to this norm in the step; inf: measure only.
-    max_consecutive_skips: int = at_least(0, default=10)
-    """End the job after this many skipped steps in a row; 0: never."""
+    max_consecutive_skips: int = at_least(0, default=10)  # End after so many in a row; 0: never.
     steps: int = at_least(0, default=10000)  # Steps to train.
-    enable_cpu_offload: bool = False
-    """Keep FSDP's parameters, gradients and optimizer state in host memory."""
+    enable_cpu_offload: bool = False  # Keep FSDP's weights, gradients and state in host memory.
     dtype: Literal["bfloat16", "float32"] = "float32"  # Dtype of the parameters.
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype: of FSDP's gathered parameters, without FSDP of autocast."""
@@ -191,23 +181,18 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Replicas of the weights (DDP, or the outer dimension of HSDP)."""
     enable_compiled_autograd: bool = False  # Also compile backward, with compiled autograd.
-    data_parallel_shard_degree: int = -1
-    """Ranks that shard the weights (FSDP); -1: all ranks that the other degrees leave."""
+    data_parallel_shard_degree: int = -1  # Ranks that shard the weights (FSDP); -1: the rest.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free FSDP's gathered weights after forward; default: except in pipelines."""
-    fsdp_keep_low_precision_shards: bool = False
-    """Let steps write 16-bit copies of FSDP's shards, instead of a cast in each all-gather."""
+    fsdp_keep_low_precision_shards: bool = False  # Steps write the 16-bit shards to gather.
     tensor_parallel_degree: int = 1  # Ranks that shard each layer's matrices (tensor parallelism).
     disable_loss_parallel: bool = False  # Under tensor parallelism, gather the logits for the loss.
     pipeline_parallel_degree: int = 1  # Ranks that split the layers into pipeline stages.
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """Modules that begin a stage, such as layers.2."""
-    pipeline_parallel_first_stage_less_layers: int = 1
-    """Layers by which the first stage is shorter, because it has the embedding."""
-    pipeline_parallel_last_stage_less_layers: int = 1
-    """Layers by which the last stage is shorter, because it has the output."""
-    pipeline_parallel_layers_per_stage: int | None = None
-    """Layers per stage at most; None: as few stages as the schedule allows."""
+    pipeline_parallel_first_stage_less_layers: int = 1  # Layers that the embedding counts as.
+    pipeline_parallel_last_stage_less_layers: int = 1  # Layers that the output counts as.
+    pipeline_parallel_layers_per_stage: int | None = None  # Most layers of a stage; None: any.
     pipeline_parallel_schedule: str = "1F1B"  # Name of a schedule of torch.distributed.pipelining.
     pipeline_parallel_microbatch_size: int = at_least(1, default=1)  # Sequences per microbatch.
     context_parallel_degree: int = 1  # Ranks that shard each sequence (context parallelism).
@@ -222,8 +207,7 @@ class Checkpoint:
     enable_checkpoint: bool = False  # Save and load checkpoints.
     folder: str = "checkpoint"  # Folder for checkpoints, in dump_folder.
     interval: int = at_least(1, default=500)  # Steps from one checkpoint to the next.
-    initial_load_path: str | None = None
-    """Checkpoint to start from if the job has no checkpoint of its own."""
+    initial_load_path: str | None = None  # Checkpoint to start from if the job has none.
     initial_load_model_only: bool = True  # Load only the weights from initial_load_path.
     model_weights_only: bool = False  # Save only the weights, in export_dtype, after the last step.
     export_safetensors: bool = False  # After the last step, also write the weights as safetensors.
@@ -236,15 +220,13 @@ class Checkpoint:
     load_step: int = at_least(-1, default=-1)  # Step to resume from; -1: the newest checkpoint.
     exclude_from_loading: list[str] = field(default_factory=list)
     """States not to load: model, optimizer, lr_scheduler, dataloader, train_state, rng."""
-    enable_first_step_checkpoint: bool = False
-    """Save after step 1, to find out early whether saving works."""
+    enable_first_step_checkpoint: bool = False  # Save after step 1, to find out if it works.
     load_only: bool = False  # Load checkpoints, but save none.
 
 
 @dataclass
 class ActivationCheckpoint:
-    mode: Literal["selective", "full", "none"] = "selective"
-    """Activations that are recomputed in backward."""
+    mode: Literal["selective", "full", "none"] = "selective"  # Activations to recompute.
     selective_ac_option: str = "2"
     """For mode selective: n for every n-th layer, or "op" for all but costly operators."""
     early_stop: bool = False  # Stop recomputation as soon as backward has everything that it needs.
@@ -263,11 +245,9 @@ class Compile:
 class Comm:
     init_timeout_seconds: int = at_least(1, default=300)
     """Timeout of collectives until the first step is done."""
-    train_timeout_seconds: int = at_least(1, default=100)
-    """Timeout of collectives after the first step."""
+    train_timeout_seconds: int = at_least(1, default=100)  # Collectives' timeout after step 1.
     trace_buf_size: int = at_least(0, default=20000)  # Entries of NCCL's flight recorder; 0: off.
-    save_traces_folder: str = "comm_traces"
-    """Folder for the flight recorder's files, in dump_folder."""
+    save_traces_folder: str = "comm_traces"  # Folder of the flight recorder, in dump_folder.
     save_traces_file_prefix: str = "rank_"  # Prefix of the names of the flight recorder's files.
 
 

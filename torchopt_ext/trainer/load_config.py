@@ -49,33 +49,33 @@ def load_config(args: Sequence[str], prog: str = "python -m torchopt_ext train")
     """
     tyro = import_extra("tyro", "reading a job's configuration")
     options = _options(args)
-    path = _given(options, "job.config_file")
+    path = _last_value(options, "job.config_file")
     file = _read(path) if path else {}
-    module = _given([*_leaves({}, file), *options], "job.custom_config_module")
+    module = _last_value([*_leaves({}, file), *options], "job.custom_config_module")
     config = (_extended(module) if module else JobConfig)()
     settings = settings_of(type(config))
     if "help" in dict(options):
         tyro.cli(type(config), prog=prog, args=["--help"], default=config, use_underscores=True)
     seen: dict[str, str] = {}
-    for given, value in _leaves(settings, file):
-        if value == {} and any(name.startswith(f"{given}.") for name in (*settings, *REJECTED)):
+    for key, value in _leaves(settings, file):
+        if value == {} and any(name.startswith(f"{key}.") for name in (*settings, *REJECTED)):
             continue
         try:
-            name = _set(config, settings, given, value)
+            name = _set(config, settings, key, value)
         except ConfigError as error:
             raise ConfigError(f"in {path}, {error}") from error
         if name in seen:
-            raise ConfigError(f"{path} sets {seen[name]} and {given}, which are the same setting")
-        seen[name] = given
-    for given, value in options:
-        _set(config, settings, given, value)
+            raise ConfigError(f"{path} sets {seen[name]} and {key}, which are the same setting")
+        seen[name] = key
+    for key, value in options:
+        _set(config, settings, key, value)
     return config
 
 
-def _given(options: Iterable[tuple[str, Any]], name: str) -> str | None:
-    """Returns the last value given for a setting under either of its names, or None."""
-    found = [value for given, value in options if name in (given, RENAMED.get(given))]
-    return str(found[-1]) if found and found[-1] else None
+def _last_value(options: Iterable[tuple[str, Any]], name: str) -> str | None:
+    """Returns the last value of a setting under either of its names, or None."""
+    values = [value for key, value in options if name in (key, RENAMED.get(key))]
+    return str(values[-1]) if values and values[-1] else None
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -94,20 +94,17 @@ def settings_of(cls: Any) -> dict[str, Any]:
     return settings
 
 
-def _set(config: JobConfig, settings: Mapping[str, Any], given: str, value: Any) -> str:
-    """Sets the setting that `given` names, and returns its name.
+def _set(config: JobConfig, settings: Mapping[str, Any], key: str, value: Any) -> str:
+    """Sets the setting of a key, and returns its name.
 
     Args:
         value: as TOML has it; of an option its text, a list of several, or None for a switch.
-
-    Raises:
-        ConfigError: No setting has this name, or the value does not fit.
     """
-    name, on = _name_of(given, settings), True
+    name, on = _name_of(key, settings), True
     if name is None and value is None:
-        name, on = _name_of(given.replace(".no_", ".", 1), settings), False
+        name, on = _name_of(key.replace(".no_", ".", 1), settings), False
     if name is None:
-        raise ConfigError(_unknown(given, settings))
+        raise ConfigError(_unknown(key, settings))
     kind = settings.get(name)
     if value is None and kind in (bool, None):
         value = on
@@ -115,34 +112,33 @@ def _set(config: JobConfig, settings: Mapping[str, Any], given: str, value: Any)
         config.unused[name] = value
         return name
     *sections, field = name.split(".")
-    setattr(functools.reduce(getattr, sections, config), field, _parsed(given, kind, value))
+    setattr(functools.reduce(getattr, sections, config), field, _parsed(key, kind, value))
     return name
 
 
-def _name_of(given: str, settings: Mapping[str, Any]) -> str | None:
+def _name_of(key: str, settings: Mapping[str, Any]) -> str | None:
     """Returns the name of a setting, or of one that only torchtitan has, or None."""
-    name = given if given in settings else RENAMED.get(given, given)
+    name = key if key in settings else RENAMED.get(key, key)
     unused = name in REJECTED or any(f"{name}.".startswith(f"{one}.") for one in IGNORED)
     return name if unused or name in settings else None
 
 
-def _unknown(given: str, settings: Mapping[str, Any]) -> str:
+def _unknown(key: str, settings: Mapping[str, Any]) -> str:
     """Describes a name that no setting has, with the nearest name."""
     sections = {name.rpartition(".")[0] for name in settings}
-    if given in sections:
-        return f"{given} is a section, expected one of its settings: {given}.<name>"
-    last = given.rpartition(".")[2]
-    near = [known for known in settings if known.rpartition(".")[2] == last]
-    near += difflib.get_close_matches(given, [*sections, *settings, *RENAMED], n=1)
+    if key in sections:
+        return f"{key} is a section, expected one of its settings: {key}.<name>"
+    last = key.rpartition(".")[2]
+    near = [name for name in settings if name.rpartition(".")[2] == last]
+    near += difflib.get_close_matches(key, [*sections, *settings, *RENAMED], n=1)
     hint = f"did you mean {RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
-    return f"there is no setting {given}: {hint}"
+    return f"there is no setting {key}: {hint}"
 
 
-def _parsed(given: str, kind: Any, value: Any) -> Any:
+def _parsed(key: str, kind: Any, value: Any) -> Any:
     """Returns a value as a field's type has it. Text has commas between items of a list or table.
 
-    Raises:
-        ConfigError: The value does not fit.
+    Raises ConfigError if the value does not fit.
     """
     import tyro
 
@@ -152,15 +148,15 @@ def _parsed(given: str, kind: Any, value: Any) -> Any:
     elif isinstance(value, str) and get_origin(kind) in (list, dict):
         items = [item.strip() for item in value.split(",") if item.strip()]
         if get_origin(kind) is dict:
-            pairs = [item.rpartition("=") for item in items]
-            items = [part.strip() for key, _, number in pairs for part in (key, number) if part]
+            pairs = [item.rpartition("=")[::2] for item in items]
+            items = [part.strip() for pair in pairs for part in pair if part]
     texts = [f"--value={items[0]}"] if len(items) == 1 else ["--value", *map(str, items)]
     option = dataclasses.make_dataclass("Option", [("value", kind)])
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(option, args=texts, add_help=False).value
     except SystemExit:
-        raise ConfigError(f"{given} is {value!r}, expected {describe(kind)}") from None
+        raise ConfigError(f"{key} is {value!r}, expected {describe(kind)}") from None
 
 
 def describe(kind: Any) -> str:
@@ -245,11 +241,7 @@ def _merged(base: Any, extension: Any) -> Any:
 
 
 def check_supported(job_config: JobConfig) -> None:
-    """Rejects settings that the Trainer cannot honor.
-
-    Raises:
-        ConfigError: A setting is not supported or out of range. The message names all of them.
-    """
+    """Raises ConfigError if settings are not supported or out of range, and names all of them."""
     wrong = [*_unsupported(job_config.unused), *_out_of_range(job_config, JobConfig())]
     if not 0 <= job_config.lr_scheduler.lr_min <= 1:
         wrong.append(f"lr_scheduler.lr_min is {job_config.lr_scheduler.lr_min}, expected 0 to 1")
@@ -258,22 +250,17 @@ def check_supported(job_config: JobConfig) -> None:
         choices, items = [*_choices(kind)], value if isinstance(value, list) else [value]
         if choices and any(item not in choices for item in items):
             wrong.append(f"{name} is {value!r}, expected {describe(kind)}")
-    if not job_config.training.max_norm > 0:
-        wrong.append(
-            f"training.max_norm is {job_config.training.max_norm}, expected a positive number, or "
-            "inf to measure only"
-        )
+    if not (max_norm := job_config.training.max_norm) > 0:
+        expected = "expected a positive number, or inf to measure only"
+        wrong.append(f"training.max_norm is {max_norm}, {expected}")
     checkpoint, unset = job_config.checkpoint, (-1, None, False, "")
     for name in ("load_step", "initial_load_path", "create_seed_checkpoint", "export_safetensors"):
         if not checkpoint.enable_checkpoint and getattr(checkpoint, name) not in unset:
             wrong.append(f"checkpoint.{name} needs checkpoint.enable_checkpoint, which is false")
-    others = {
-        "checkpoint.load_only": checkpoint.load_only,
-        "fault_tolerance.enable": job_config.fault_tolerance.enable,
-    }
-    for name, on in others.items():
-        if checkpoint.create_seed_checkpoint and on:
-            wrong.append(f"checkpoint.create_seed_checkpoint writes nothing with {name}")
+    if checkpoint.create_seed_checkpoint and checkpoint.load_only:
+        wrong.append("checkpoint.create_seed_checkpoint writes nothing with checkpoint.load_only")
+    if checkpoint.create_seed_checkpoint and job_config.fault_tolerance.enable:
+        wrong.append("checkpoint.create_seed_checkpoint writes nothing with fault_tolerance.enable")
     compiled = job_config.compile.components
     if job_config.training.compile and "model" not in compiled:
         wrong.append(f"compile.components is {compiled}, expected 'model' among them")
@@ -297,9 +284,9 @@ def _choices(kind: Any) -> Iterator[Any]:
     if get_origin(kind) is Literal:
         yield from get_args(kind)
     elif get_origin(kind) in (list, Union, types.UnionType):
-        found = [[*_choices(one)] for one in get_args(kind)]
-        if any(found):
-            yield from (value for values in found for value in values or [None])
+        choices = [[*_choices(one)] for one in get_args(kind)]
+        if any(choices):
+            yield from (value for values in choices for value in values or [None])
 
 
 def _out_of_range(config: Any, default: Any, prefix: str = "") -> Iterator[str]:

@@ -7,16 +7,15 @@ import sys
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchopt_ext.trainer.extras import MissingExtra, import_extra
 
 
-class MetricWriter:
+class MetricWriter(Protocol):
     """Writes the metrics of one step at a time."""
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        raise NotImplementedError
+    def write(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def close(self) -> None:
         pass

@@ -11,17 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchopt_ext.trainer import metric_writers as to
 from torchopt_ext.trainer.config import JobConfig, os_error_as_config_error
 from torchopt_ext.trainer.distributed import choose_device
 from torchopt_ext.trainer.measures import DeviceMemoryMonitor, get_peak_flops
-from torchopt_ext.trainer.metric_writers import (
-    JsonLines,
-    Lines,
-    MetricWriter,
-    ProgressBar,
-    TensorBoard,
-    WeightsAndBiases,
-)
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.pipeline import is_v_shaped
 
@@ -38,8 +31,8 @@ def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
 class MetricsProcessor:
     """Computes and writes metrics, as torchtitan/components/metrics.py at commit 96c11f922.
 
-    The Trainer adds to the counters at every step, and calls :meth:`log` where :meth:`should_log`
-    says so. Nothing here reads a tensor or waits for a device.
+    The Trainer adds to the counters at every step. Nothing here reads a tensor or waits for a
+    device.
 
     Attributes:
         num_flops_per_token: floating-point operations for one token, forward and backward; 0 or
@@ -49,8 +42,7 @@ class MetricsProcessor:
         data_loading_times: seconds that each step since the last log waited for data.
         time_last_log: time.perf_counter() at the start of the measured time.
 
-    Raises:
-        MissingExtra: A writer's package is not installed. The message names the package.
+    Raises MissingExtra if a writer's package is not installed.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -64,7 +56,7 @@ class MetricsProcessor:
         self.data_loading_times: list[float] = []
         self.time_last_log = time.perf_counter()
         self._writers = _build_writers(job_config, parallel_dims)
-        self._failed: list[MetricWriter] = []
+        self._failed: list[to.MetricWriter] = []
 
     def should_log(self, step: int) -> bool:
         """Returns whether to log at `step`: the first step, and every `metrics.log_freq` steps."""
@@ -86,9 +78,8 @@ class MetricsProcessor:
         seconds = time.perf_counter() - self.time_last_log
         waited, steps = sum(self.data_loading_times), max(len(self.data_loading_times), 1)
         # Per device: tensor, pipeline and context parallel ranks share the same tokens.
-        tokens_per_second = self.ntokens_since_last_log / (
-            seconds * self.parallel_dims.non_data_parallel_size
-        )
+        devices = self.parallel_dims.non_data_parallel_size
+        tokens_per_second = self.ntokens_since_last_log / (seconds * devices)
         metrics = {
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
@@ -130,7 +121,7 @@ class MetricsProcessor:
                 writer.write(step, metrics)
 
     @contextmanager
-    def _logs_failure(self, writer: MetricWriter) -> Iterator[None]:
+    def _logs_failure(self, writer: to.MetricWriter) -> Iterator[None]:
         """Logs a writer's first error, such as a full disk, and lets training continue."""
         try:
             yield
@@ -150,7 +141,7 @@ class MetricsProcessor:
                 writer.close()
 
 
-def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[MetricWriter]:
+def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[to.MetricWriter]:
     """Returns this rank's writers: files on one rank or on all, the console on one rank."""
     config, rank = job_config.metrics, dist.get_rank()
     reports = rank == metrics_rank(parallel_dims, job_config)
@@ -162,18 +153,18 @@ def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[M
     run = folder / config.save_tb_folder / datetime.now().strftime("%Y%m%d-%H%M")
     if config.save_for_all_ranks:
         run /= f"rank_{rank}"
-    writers: list[MetricWriter] = []
+    writers: list[to.MetricWriter] = []
     if reports:
         terminal = sys.stdout.isatty()
         bar = config.progress_bar == "on" or (config.progress_bar == "auto" and terminal)
         colored = terminal and not config.disable_color_printing
-        writers.append(ProgressBar(job_config.training.steps) if bar else Lines(colored))
+        writers.append(to.ProgressBar(job_config.training.steps) if bar else to.Lines(colored))
     with os_error_as_config_error("files for [metrics] cannot be opened"):
         if config.enable_wandb:
-            writers.append(WeightsAndBiases(run, job_config.to_dict()))
+            writers.append(to.WeightsAndBiases(run, job_config.to_dict()))
         if config.enable_tensorboard:
-            writers.append(TensorBoard(run))
+            writers.append(to.TensorBoard(run))
         if config.enable_jsonl:
             name = "metrics.jsonl" if reports else f"metrics_{rank}.jsonl"
-            writers.append(JsonLines(folder / name))
+            writers.append(to.JsonLines(folder / name))
     return writers

@@ -47,10 +47,9 @@ logger = logging.getLogger(__name__)
 class Trainer(Stateful):
     """Builds everything that a job needs, and trains.
 
-    The interface and the order of operations are those of torchtitan's Trainer at commit 96c11f922
-    (torchtitan/train.py), with these differences: the device is a setting; the optimizer's step
-    clips gradients, and its norm is reported; a step with an overflow changes nothing; SIGTERM ends
-    training after a checkpoint.
+    Interface and order of operations are those of torchtitan's Trainer at commit 96c11f922
+    (torchtitan/train.py). But the device is a setting, the optimizer's step clips, a step with an
+    overflow changes nothing, and SIGTERM ends training after a checkpoint.
 
     Attributes:
         step: number of steps done; saved in checkpoints.
@@ -81,19 +80,10 @@ class Trainer(Stateful):
             raise
 
     def _build(self, job_config: JobConfig, spec: TrainSpec) -> None:
-        """Builds everything that needs the process group."""
         logger.info("Starting job: %s", job_config.job.description)
         if job_config.job.print_args:
             logger.info("Running with args: %s", job_config.to_dict())
-        folder = Path(job_config.job.dump_folder)
-        with os_error_as_config_error("job.dump_folder cannot be created"):
-            folder.mkdir(parents=True, exist_ok=True)
-        if job_config.job.save_config_file and dist.get_rank() == 0:
-            file = folder / job_config.job.save_config_file
-            text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
-            with os_error_as_config_error("job.save_config_file cannot be written"):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(f"{text}\n")
+        _prepare_folder(job_config)
         self.ft_manager = ft.init_ft_manager(job_config)
         world_size = dist.get_world_size()
         self.parallel_dims = dims = ParallelDims.of(job_config.parallelism, world_size)
@@ -111,12 +101,8 @@ class Trainer(Stateful):
         )
         build_tokenizer = spec.build_tokenizer_fn
         self.tokenizer = build_tokenizer(job_config) if build_tokenizer else None
-        build_dataloader = partial(
-            spec.build_dataloader_fn,
-            dp_world_size=dp_degree,
-            dp_rank=dp_rank,
-            tokenizer=self.tokenizer,
-        )
+        ranks = {"dp_world_size": dp_degree, "dp_rank": dp_rank}
+        build_dataloader = partial(spec.build_dataloader_fn, **ranks, tokenizer=self.tokenizer)
         self.dataloader = build_dataloader(job_config=job_config)
         self._build_model()
         self._build_optimizers()
@@ -139,16 +125,13 @@ class Trainer(Stateful):
             )
         # Last, because it changes the process until close().
         self.gc_handler = GarbageCollection(training.gc_freq, training.gc_debug)
+        global_batch_size = training.batch_size * self.gradient_accumulation_steps * dp_degree
         logger.info(
-            "Trainer is initialized with local batch size %d, %d gradient accumulation steps, "
-            "global batch size %d, sequence length %d, total steps %d (warmup %d), on %s",
-            training.batch_size,
-            self.gradient_accumulation_steps,
-            training.batch_size * self.gradient_accumulation_steps * dp_degree,
-            training.seq_len,
-            training.steps,
-            job_config.lr_scheduler.warmup_steps,
-            self.device,
+            f"Trainer is initialized with local batch size {training.batch_size}, "
+            f"{self.gradient_accumulation_steps} gradient accumulation steps, "
+            f"global batch size {global_batch_size}, sequence length {training.seq_len}, "
+            f"total steps {training.steps} (warmup {job_config.lr_scheduler.warmup_steps}), "
+            f"on {self.device}"
         )
 
     def _build_model(self) -> None:
@@ -179,15 +162,9 @@ class Trainer(Stateful):
         )
         logger.info("Model %s %s: %s parameters", spec.name, job_config.model.flavor, f"{count:,}")
 
+        accumulated, mesh = self.gradient_accumulation_steps, self.world_mesh
         self.forward_pass = ForwardPass(
-            model,
-            model_args,
-            spec,
-            job_config,
-            self.world_mesh,
-            dims,
-            self.device,
-            self.gradient_accumulation_steps,
+            model, model_args, spec, job_config, mesh, dims, self.device, accumulated
         )
         self.model_parts = self.forward_pass.model_parts
         init_parts(self.model_parts, ties, job_config, self.device)
@@ -217,8 +194,7 @@ class Trainer(Stateful):
     def next_batch(self, data_iterator: Iterable[Any]) -> tuple[dict[str, Tensor], Tensor]:
         """Returns inputs and labels of a step: all local batches that it accumulates, concatenated.
 
-        Raises:
-            StopIteration: The data set has ended.
+        Raises StopIteration when the data set has ended.
         """
         started = time.perf_counter()
         iterator = iter(data_iterator)
@@ -231,10 +207,8 @@ class Trainer(Stateful):
             labels = torch.cat([labels for _, labels in batches])
         self.metrics_processor.ntokens_since_last_log += labels.numel()
         self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
-        inputs = {
-            key: value.to(self.device, non_blocking=True) for key, value in input_dict.items()
-        }
-        return inputs, labels.to(self.device, non_blocking=True)
+        move = partial(torch.Tensor.to, device=self.device, non_blocking=True)
+        return {key: move(value) for key, value in input_dict.items()}, move(labels)
 
     def train_step(self, input_dict: dict[str, Tensor], labels: Tensor) -> None:
         """Makes one step, and logs it if logging is due.
@@ -263,8 +237,8 @@ class Trainer(Stateful):
             if usable:
                 self.optimizers.step()
         if self.metrics_processor.should_log(self.step):  # a rate on a GPU makes the host wait
-            own = (scheduler.get_last_lr() for scheduler in self.lr_schedulers.schedulers)
-            self._step_lr = max(map(float, chain(*own)), default=math.nan)
+            rates = (scheduler.get_last_lr() for scheduler in self.lr_schedulers.schedulers)
+            self._step_lr = max(map(float, chain(*rates)), default=math.nan)
         self.lr_schedulers.step()
         if usable and not getattr(self.optimizers, "committed", True):
             logger.warning("The replica groups refused to commit step %d", self.step)
@@ -285,7 +259,6 @@ class Trainer(Stateful):
         return distributed.mean_and_max(loss, dims.get_mesh("dp_cp"))
 
     def _log(self, loss: Tensor, grad_norm: Tensor | None) -> None:
-        mean, largest = self._mean_and_max(loss)
         if grad_norm is None:
             grad_norm = self.optimizers.control.grad_norm
         seconds = self._optimizer_time.mean()
@@ -296,7 +269,7 @@ class Trainer(Stateful):
         }
         if not self._steps_in_backward:
             more["time_metrics/optimizer(s)"] = seconds
-        self.metrics_processor.log(self.step, mean, largest, extra_metrics=more)
+        self.metrics_processor.log(self.step, *self._mean_and_max(loss), extra_metrics=more)
 
     # ---- the loop -------------------------------------------------------------------------------
 
@@ -388,7 +361,7 @@ class Trainer(Stateful):
 
     # ---- what checkpoints hold of the Trainer ----------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -399,6 +372,19 @@ class Trainer(Stateful):
         self.gc_handler.close()
         self.metrics_processor.close()
         self.checkpointer.close()
+
+
+def _prepare_folder(job_config: JobConfig) -> None:
+    """Creates the dump folder, and writes the settings into a file if the job says so."""
+    folder = Path(job_config.job.dump_folder)
+    with os_error_as_config_error("job.dump_folder cannot be created"):
+        folder.mkdir(parents=True, exist_ok=True)
+    if job_config.job.save_config_file and dist.get_rank() == 0:
+        file = folder / job_config.job.save_config_file
+        text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
+        with os_error_as_config_error("job.save_config_file cannot be written"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n")
 
 
 def _saves_buffers(part: nn.Module) -> bool:
