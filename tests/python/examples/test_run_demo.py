@@ -62,13 +62,15 @@ def test_the_last_bit_of_any_step_counts(
         run_demo.check_resume(peace, killed, 2)
 
 
-def test_a_run_that_resumes_elsewhere_or_lacks_steps_fails(peace: Metrics, killed: Metrics) -> None:
-    with pytest.raises(DemoError, match="went on from step 2, not 3"):
-        run_demo.check_resume(peace, killed, 3)
-    with pytest.raises(DemoError, match="runs differ"):
-        run_demo.check_resume(peace, killed[:-2], 2)
-    with pytest.raises(DemoError, match="did not resume"):
-        run_demo.check_resume(peace, peace, 2)
+@pytest.mark.parametrize(
+    ("kept", "resume_step", "message"),
+    [(10, 3, "went on from step 2, not 3"), (8, 2, "runs differ"), (5, 2, "did not resume")],
+)
+def test_a_run_that_resumes_elsewhere_or_lacks_steps_fails(
+    peace: Metrics, killed: Metrics, kept: int, resume_step: int, message: str
+) -> None:
+    with pytest.raises(DemoError, match=message):
+        run_demo.check_resume(peace, killed[:kept], resume_step)
 
 
 @pytest.mark.parametrize("after", [2.9, float("nan")])

@@ -1,5 +1,6 @@
 """python -m torchopt_ext: commands, their exit codes, and the calls of `train`."""
 
+import json
 import subprocess
 import sys
 import weakref
@@ -140,11 +141,7 @@ def test_wrong_configurations_end_with_one_sentence(
         ("experimental.custom_import", "examples.none", "there is no module 'examples.none' in"),
         ("job.config_file", "none.toml", "there is no none.toml"),
         ("job.save_config_file", "/dev/null/x", "job.save_config_file cannot be written: [Errno"),
-        (
-            "job.dump_folder",
-            "/dev/null/out",
-            "job.dump_folder cannot be created: [Errno 20] N",
-        ),
+        ("job.dump_folder", "/dev/null/out", "dump_folder cannot be created: [Errno 20] N"),
     ],
 )
 def test_wrong_configurations_that_the_trainer_finds(
@@ -156,9 +153,9 @@ def test_wrong_configurations_that_the_trainer_finds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, rank in (alone | {"MASTER_PORT": "0"}).items():
-        monkeypatch.setenv(name, rank)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores them
+        monkeypatch.delenv(name)
     config = ["--config", str(ROOT / "examples/debug.toml"), "--job.dump_folder", str(tmp_path)]
     assert main(["train", *config, f"--{setting}", value]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -197,6 +194,17 @@ def test_errors_of_a_job(
     assert "torchopt_ext train: model.name is wrong" in capsys.readouterr().err
     assert main(["train", "--lr", "3e-4"]) == 2
     assert "there is no setting lr" in error_file.read_text()
+
+
+def test_what_ends_while_it_writes_its_error_leaves_no_file(
+    trainer: MagicMock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(json, "dump", MagicMock(side_effect=KeyboardInterrupt))
+    trainer.train.side_effect = RuntimeError("gone wrong")
+    assert main(["train"]) == 130
+    assert not file.exists()
 
 
 def test_importing_the_package_imports_neither_tyro_nor_the_trainer() -> None:

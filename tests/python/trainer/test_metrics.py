@@ -25,20 +25,16 @@ from torchopt_ext.trainer.parallel_dims import ParallelDims
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 # Tags of torchtitan/components/metrics.py, without mfu(%), which needs a known device peak.
-TORCHTITAN_TAGS = {
-    "loss_metrics/global_avg_loss",
-    "loss_metrics/global_max_loss",
-    "throughput(tps)",
-    "tflops",
-    "time_metrics/end_to_end(s)",
-    "time_metrics/data_loading(s)",
-    "time_metrics/data_loading(%)",
-    "memory/max_active(GiB)",
-    "memory/max_active(%)",
-    "memory/max_reserved(GiB)",
-    "memory/max_reserved(%)",
-    "memory/num_alloc_retries",
-    "memory/num_ooms",
+MEMORY = {
+    f"memory/{name}"
+    for name in (
+        *("max_active(GiB)", "max_active(%)", "max_reserved(GiB)", "max_reserved(%)"),
+        *("num_alloc_retries", "num_ooms"),
+    )
+}
+TORCHTITAN_TAGS = MEMORY | {
+    *("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "throughput(tps)", "tflops"),
+    *("time_metrics/end_to_end(s)", "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"),
 }
 
 
@@ -100,11 +96,10 @@ def test_values(
         "grad_norm": 0.5,
         "lr": 1e-3,
     }
-    for found in (first, second):
-        memory = {key for key in found if key.startswith("memory/")}
-        assert {key: value for key, value in found.items() if key not in memory} == expected
+    for line in (first, second):
+        assert {key: value for key, value in line.items() if key not in MEMORY} == expected
         expected["step"] = 8
-        assert found.keys() - {"step", "mfu(%)", "grad_norm", "lr"} == TORCHTITAN_TAGS
+        assert line.keys() - {"step", "mfu(%)", "grad_norm", "lr"} == TORCHTITAN_TAGS
     assert validation == {"step": 8, "validation_metrics/loss": 3.0}
 
 
@@ -141,16 +136,13 @@ def test_one_rank_reports(
     job_config.parallelism.pipeline_parallel_schedule = schedule
     layout = dims(world_size, pp)
     assert metrics_rank(layout, job_config) == rank
-    for all_ranks, names in ((False, {"metrics.jsonl"}), (True, {"metrics_0.jsonl"})):
+    for all_ranks, names in ((False, set()), (True, {"metrics_0.jsonl"})):
         job_config.metrics.save_for_all_ranks = all_ranks
         processor = MetricsProcessor(job_config, layout)  # this is rank 0
         processor.log(1, 1.0, 1.0)
         processor.close()
-        found = {path.name for path in Path(job_config.job.dump_folder).iterdir()}
-        if rank == 0:
-            assert found == {"metrics.jsonl"}
-        else:
-            assert found == (names if all_ranks else set())
+        expected = {"metrics.jsonl"} if rank == 0 else names
+        assert {path.name for path in Path(job_config.job.dump_folder).iterdir()} == expected
         assert ("loss: 1.0" in capsys.readouterr().out) == (rank == 0)
 
 
@@ -215,9 +207,9 @@ def test_weights_and_biases(job_config: JobConfig, monkeypatch: pytest.MonkeyPat
     processor = MetricsProcessor(job_config, dims())
     processor.log(1, 1.5, 1.5)
     processor.close()
-    given, run = wandb.init.call_args.kwargs, wandb.init.return_value
-    assert Path(given["dir"]).is_dir()
-    assert (given["project"], given["config"]["metrics"]["log_freq"]) == ("mine", 4)
+    options, run = wandb.init.call_args.kwargs, wandb.init.return_value
+    assert Path(options["dir"]).is_dir()
+    assert (options["project"], options["config"]["metrics"]["log_freq"]) == ("mine", 4)
     run.log.assert_called_once_with(ANY, step=1)
     assert run.log.call_args.args[0]["loss_metrics/global_avg_loss"] == 1.5
     run.finish.assert_called_once_with()
@@ -287,14 +279,13 @@ def test_memory_of_a_cpu() -> None:
     """The stats are the peak resident set and its share of the machine's memory, as in /proc."""
 
     def read(path: str, key: str) -> int:
-        lines = Path(path).read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+        [line] = [line for line in Path(path).read_text().splitlines() if line.startswith(key)]
+        return int(line.split()[1]) * 1024
 
     stats = DeviceMemoryMonitor(torch.device("cpu")).get_peak_stats()
-    peak, installed = read("/proc/self/status", "VmHWM:"), read("/proc/meminfo", "MemTotal:")
-    share = 100 * peak / installed
-    expected = (peak / 2**30, share, peak / 2**30, share, 0, 0)
-    assert tuple(stats.values()) == pytest.approx(expected, rel=0.02)
+    peak = read("/proc/self/status", "VmHWM:")
+    peaks = (peak / 2**30, 100 * peak / read("/proc/meminfo", "MemTotal:"))
+    assert tuple(stats.values()) == pytest.approx((*peaks, *peaks, 0, 0), rel=0.02)
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -320,22 +311,19 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert resets == [device, device]
 
 
-@pytest.mark.parametrize(
-    ("name", "teraflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H20", 148),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("AMD Instinct MI300X", 1300),
-        ("NVIDIA GeForce GTX 1080", None),
-        ("x86_64 CPU", None),
-    ],
-)
-def test_peak_flops(name: str, teraflops: float | None) -> None:
-    expected = None if teraflops is None else teraflops * 1e12
-    assert get_peak_flops(name) == expected
+def test_peak_flops() -> None:
+    teraflops = {
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA H200": 989,
+        "NVIDIA H20": 148,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA B200": 2250,
+        "AMD Instinct MI300X": 1300,
+    }
+    assert {name: get_peak_flops(name) for name in teraflops} == {
+        name: value * 1e12 for name, value in teraflops.items()
+    }
+    assert get_peak_flops("NVIDIA GeForce GTX 1080") is get_peak_flops("x86_64 CPU") is None

@@ -1,6 +1,7 @@
 """Model converters are found by name and applied in order."""
 
 import logging
+from typing import Any
 
 import pytest
 from torch import nn
@@ -9,62 +10,51 @@ from torchopt_ext.trainer import train_spec
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Model
 from torchopt_ext.trainer.train_spec import convert_model, register_model_converter
 
-CALLS: list[tuple[str, object]] = []
 
+class Noting:
+    """A converter that notes its calls, and the model's layers at that time."""
 
-class Widen:
-    def __init__(self, job_config: JobConfig, parallel_dims: object) -> None:
-        CALLS.append(("built", (job_config.model.name, parallel_dims)))
+    def __init__(self, job_config: JobConfig, parallel_dims: list[Any]) -> None:
+        self.calls = parallel_dims
 
-    def convert(self, model: nn.Module) -> None:
-        CALLS.append(("widen", model))
-        model.wide = nn.Linear(2, 7)
+    def convert(self, model: Any) -> None:
+        model.append(nn.Identity())
+        self.calls.append((type(self).__name__, len(model)))
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        CALLS.append(("widen hook", model))
-
-
-class Note(Widen):
-    def convert(self, model: nn.Module) -> None:
-        CALLS.append(("note", hasattr(model, "wide")))
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        CALLS.append(("note hook", model))
+    def post_optimizer_hook(self, model: Any) -> None:
+        self.calls.append((type(self).__name__, model))
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_spec._CONVERTERS, "values", {})
-    register_model_converter(Widen, "widen")
-    register_model_converter(Note, "note")
-    CALLS.clear()
+    for name in ("one", "two"):
+        register_model_converter(type(name, (Noting,), {}), name)
 
 
-@pytest.mark.parametrize("names", [["widen", "note"], ["note", "widen"], []])
+@pytest.mark.parametrize("names", [["one", "two"], ["two", "one"], []])
 def test_converters_run_in_the_order_of_their_names(names: list[str]) -> None:
-    model = nn.Module()
-    for converter in convert_model(model, JobConfig(model=Model(converters=names)), "dims"):
-        converter.post_optimizer_hook([model])
-    wide_before = names == ["widen", "note"]
-    said = {"widen": model, "note": wide_before, "widen hook": [model], "note hook": [model]}
-    expected = [("built", ("llama3", "dims")) for _ in names]
-    expected += [(call, said[call]) for call in [*names, *(f"{name} hook" for name in names)]]
-    assert expected == CALLS
+    calls: list[Any] = []
+    for converter in convert_model(
+        nn.Sequential(), JobConfig(model=Model(converters=names)), calls
+    ):
+        converter.post_optimizer_hook(["part"])
+    hooks = [(name, ["part"]) for name in names]
+    assert calls == [(name, number) for number, name in enumerate(names, start=1)] + hooks
 
 
 def test_the_converted_model_is_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
-    for wanted in (False, True):
-        settings = Model(converters=["widen"], print_after_conversion=wanted)
+    for asked in (False, True):
+        settings = Model(converters=["one"], print_after_conversion=asked)
         with caplog.at_level(logging.INFO):
-            convert_model(nn.Module(), JobConfig(model=settings), None)
-        assert ("(wide): Linear" in caplog.text) == wanted
+            convert_model(nn.Sequential(), JobConfig(model=settings), [])
+        assert ("(0): Identity" in caplog.text) == asked
 
 
 def test_names_are_registered_once() -> None:
-    with pytest.raises(ValueError, match="'note' is registered already"):
-        register_model_converter(Widen, "note")
-    with pytest.raises(
-        ConfigError, match=r"'float8'.*\(registered: 'note', 'widen'\).*custom_import"
-    ):
-        convert_model(nn.Module(), JobConfig(model=Model(converters=["note", "float8"])), None)
-    assert CALLS == []
+    with pytest.raises(ValueError, match="'two' is registered already"):
+        register_model_converter(Noting, "two")
+    calls: list[Any] = []
+    with pytest.raises(ConfigError, match=r"'float8'.*\(registered: 'one', 'two'\).*custom_import"):
+        convert_model(nn.Sequential(), JobConfig(model=Model(converters=["one", "float8"])), calls)
+    assert calls == []

@@ -81,22 +81,19 @@ def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_ran
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
 @pytest.mark.parametrize(
-    ("chosen", "expected"),
+    ("chosen", "coded"),
     [
-        ({}, [torch.float32, torch.int8]),
-        ({"fp32_moments": []}, [torch.int8, torch.int8]),
-        ({"fp32_moments": ["^1"]}, [torch.int8, torch.float32]),
+        ({}, [False, True]),
+        ({"fp32_moments": []}, [True, True]),
+        ({"fp32_moments": ["^1"]}, [True, False]),
     ],
 )
 def test_embeddings_keep_fp32_moments(
-    chosen: Any, expected: list[torch.dtype], partition: Any, one_rank: None
+    chosen: Any, coded: list[bool], partition: Any, one_rank: None
 ) -> None:
     part = nn.Sequential(nn.Embedding(3, 64), nn.Linear(64, 2))
-    container = build_optimizers([part], job(state_dtype="int8", zero=partition, **chosen))
-    saved = container.state_dict()
-    names = ("0.weight", "1.weight")
-    coded = [f"state.{name}.exp_avg_codes" in saved for name in names]
-    assert coded == [dtype == torch.int8 for dtype in expected]
+    saved = build_optimizers([part], job(state_dtype="int8", zero=partition, **chosen)).state_dict()
+    assert [f"state.{name}.weight.exp_avg_codes" in saved for name in "01"] == coded
 
 
 def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
@@ -148,9 +145,8 @@ def test_zero_needs_replicas_alone(
 ) -> None:
     dims = SimpleNamespace(**{"dp_shard": 1, "tp": 1, "pp": 1, other: 2})
     monkeypatch.setattr(ParallelDims, "of", lambda *_: dims)
-    with pytest.raises(
-        ConfigError, match=r"zero is 'greedy', which needs parallelism\.\w+_parallel_.* 1, found 2"
-    ):
+    message = r"zero is 'greedy', which needs parallelism\.\w+_parallel_.* 1, found 2"
+    with pytest.raises(ConfigError, match=message):
         build_optimizers([nn.Linear(2, 2)], job(zero="greedy"))
 
 
@@ -172,19 +168,9 @@ def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: No
     message = r"no parameter has a name with .*'tok'.* \['0\.weight', '0\.bias'\]"
     with pytest.raises(ConfigError, match=message):
         build_for_stage(build, config, dist.group.WORLD)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"state_dtype": "int8", "fp32_moments": ["^0"]},
-        {"state_dtype": "int8", "fp32_moments": ["embedding"]},
-        {"no_decay": ["embedding", "^0"], "lr_multipliers": {"weight": 0.5}},
-    ],
-)
-def test_a_pattern_of_one_of_the_stages(setting: dict[str, Any], one_rank: None) -> None:
-    config, part = job(**setting, stages=2), nn.Sequential(nn.Linear(64, 2))
-    build = partial(build_optimizers, [part], config)
+    for name, value in setting.items():
+        there = {"^0": 2.0} if name == "lr_multipliers" else ["embedding", "^0"]
+        setattr(config.optimizer, name, value if name == "state_dtype" else there)
     build_for_stage(build, config, dist.group.WORLD)
 
 

@@ -18,23 +18,19 @@ def dims(*degrees: int, world_size: int, loss_parallel: bool = True) -> Parallel
 
 # dp_replicate, dp_shard, cp, tp, pp; ranks; sizes of the mesh; enabled kinds
 MESHES = {
-    "one rank": ((1, -1, 1, 1, 1), 1, {"dp_shard": 1}, set()),
-    "fsdp": ((1, -1, 1, 1, 1), 4, {"dp_shard": 4}, {"dp", "dp_shard", "fsdp", "dp_cp"}),
-    "ddp": ((4, 1, 1, 1, 1), 4, {"dp_replicate": 4}, {"dp", "dp_replicate", "dp_cp"}),
+    "one rank": ((1, -1, 1, 1, 1), 1, {"dp_shard": 1}, ""),
+    "fsdp": ((1, -1, 1, 1, 1), 4, {"dp_shard": 4}, "dp dp_shard fsdp dp_cp"),
+    "ddp": ((4, 1, 1, 1, 1), 4, {"dp_replicate": 4}, "dp dp_replicate dp_cp"),
     "hsdp": (
-        (2, -1, 1, 1, 1),
-        8,
-        {"dp_replicate": 2, "dp_shard": 4},
-        {"dp", "dp_replicate", "dp_shard", "fsdp", "dp_cp"},
+        *((2, -1, 1, 1, 1), 8, {"dp_replicate": 2, "dp_shard": 4}),
+        "dp dp_replicate dp_shard fsdp dp_cp",
     ),
-    "tp": ((1, 1, 1, 2, 1), 2, {"tp": 2}, {"tp", "loss_parallel"}),
-    "pp": ((1, 1, 1, 1, 2), 2, {"pp": 2}, {"pp"}),
-    "cp": ((1, 1, 4, 1, 1), 4, {"cp": 4}, {"cp", "fsdp", "dp_cp"}),
+    "tp": ((1, 1, 1, 2, 1), 2, {"tp": 2}, "tp loss_parallel"),
+    "pp": ((1, 1, 1, 1, 2), 2, {"pp": 2}, "pp"),
+    "cp": ((1, 1, 4, 1, 1), 4, {"cp": 4}, "cp fsdp dp_cp"),
     "all": (
-        (2, -1, 2, 2, 2),
-        32,
-        {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
-        {"dp", "dp_replicate", "dp_shard", "cp", "dp_cp", "fsdp", "tp", "pp", "loss_parallel"},
+        *((2, -1, 2, 2, 2), 32, {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}),
+        "dp dp_replicate dp_shard cp dp_cp fsdp tp pp loss_parallel",
     ),
 }
 SWITCHES = ("dp", "dp_replicate", "dp_shard", "cp", "dp_cp", "fsdp", "tp", "pp", "loss_parallel")
@@ -53,15 +49,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("degrees", "ranks", "sizes", "enabled"), MESHES.values(), ids=MESHES, indirect=["ranks"]
 )
-def test_meshes(
-    degrees: tuple[int, ...], ranks: int, sizes: dict[str, int], enabled: set[str]
-) -> None:
+def test_meshes(degrees: tuple[int, ...], ranks: int, sizes: dict[str, int], enabled: str) -> None:
     parallel = dims(*degrees, world_size=ranks)
     device = "cuda" if "cp" in sizes else "cpu"
     mesh = parallel.build_mesh(device)
     assert mesh.mesh_dim_names == tuple(sizes)
     assert mesh.shape == tuple(sizes.values())
-    assert {name for name in SWITCHES if getattr(parallel, f"{name}_enabled")} == enabled
+    assert {name for name in SWITCHES if getattr(parallel, f"{name}_enabled")} == {*enabled.split()}
     for name, parts in _TOGETHER.items():
         present = [part for part in parts if part in sizes]
         if not present:

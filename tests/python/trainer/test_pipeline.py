@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -139,13 +140,35 @@ def test_schedules_have_names() -> None:
         pipeline(nn.Linear(1, 1), without, without, config, without, without, without, without)
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
-def test_v_shaped_schedules_do_not_validate(schedule: str) -> None:
-    forward_pass: Any = SimpleNamespace(schedule=object())
-    config = JobConfig()
+@pytest.mark.parametrize(
+    ("schedule", "size", "message"),
+    [
+        ("1F1B", 8, ""),
+        ("1F1B", 4, ""),
+        ("1F1B", 6, "local_batch_size is 6, expected a multiple .* 4"),
+        ("1F1B", 2, "local_batch_size is 2, expected a multiple .* 4"),
+        ("ZBVZeroBubble", 4, "schedule 'ZBVZeroBubble': torch evaluates no V-shaped"),
+        ("DualPipeV", 4, "schedule 'DualPipeV': torch evaluates no V-shaped"),
+    ],
+)
+def test_a_pipeline_must_be_able_to_split_a_batch_of_validation(
+    schedule: str, size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.15.0")  # others take the shape of training only
+    config, forward_pass = JobConfig(), cast(Any, SimpleNamespace(schedule=object()))
+    config.training.batch_size, config.validation.local_batch_size = 4, size
     config.parallelism.pipeline_parallel_schedule = schedule
-    with pytest.raises(ConfigError, match=f"schedule '{schedule}': torch evaluates no V-shaped"):
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         Validator(forward_pass, config, cast(Any, None))
+
+
+def test_a_data_set_without_a_batch_of_validation_is_named() -> None:
+    config = JobConfig()
+    config.validation.dataset, config.validation.dataset_path = "text", "held_out"
+    forward_pass: Any = SimpleNamespace(model_parts=[], schedule=None, device=None)
+    message = r"validation.dataset is 'text' at 'held_out', .* no batch"
+    with pytest.raises(ValueError, match=message):
+        Validator(forward_pass, config, lambda job_config: []).validate()
 
 
 def test_layers_have_names() -> None:

@@ -32,12 +32,9 @@ def files(config: JobConfig) -> dict[str, Path]:
 
 
 def test_nothing_by_default(job_config: JobConfig) -> None:
-    with (
-        maybe_enable_profiling(job_config) as profiler,
-        maybe_enable_memory_snapshot(job_config) as memory,
-    ):
-        assert profiler is None
-        assert memory is None
+    for context in (maybe_enable_profiling, maybe_enable_memory_snapshot):
+        with context(job_config) as profiler:
+            assert profiler is None
     assert files(job_config) == {}
 
 
@@ -92,15 +89,6 @@ def test_short_cycles_are_refused(job_config: JobConfig) -> None:
         pass
 
 
-def run_out_of_memory(config: JobConfig) -> None:
-    """Raises in step 13, after a resume at step 8."""
-    with maybe_enable_memory_snapshot(config, global_step=8) as memory:
-        assert memory is not None
-        for _ in range(9, 13):
-            memory.step()
-        raise torch.OutOfMemoryError
-
-
 def test_memory_snapshots(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without GPU, the calls to torch and their times are right."""
     job_config.profiling.enable_memory_snapshot = True
@@ -114,8 +102,16 @@ def test_memory_snapshots(job_config: JobConfig, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(profiling, "dump_memory_snapshot", lambda path: Path(path).touch())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     job_config.training.device = "cuda"
+
+    def run_out_of_memory() -> None:
+        """Raises in step 13, after a resume at step 8."""
+        with maybe_enable_memory_snapshot(job_config, global_step=8) as memory:
+            for _ in range(9, 13):
+                memory.step()
+            raise torch.OutOfMemoryError
+
     with pytest.raises(torch.OutOfMemoryError):
-        run_out_of_memory(job_config)
+        run_out_of_memory()
     assert calls == [{"max_entries": 100_000}, {"enabled": None}]
     assert files(job_config).keys() == {
         f"memory_snapshot/iteration_{name}/rank0_memory_snapshot.pickle"
