@@ -1,11 +1,12 @@
 """The Trainer's jobs train like a loop written by hand, and resumed jobs like whole jobs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .rank_results import assert_passed
 
@@ -39,44 +40,84 @@ def layout(**degrees: int) -> tuple[str, ...]:
     return tuple(word for pair in words for word in pair)
 
 
-ZERO = ("--parallelism.zero", "balanced")
-INTERLEAVED = ("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
+DDP, FSDP, TP, PP = layout(ddp=2), layout(fsdp=2), layout(tp=2), layout(pp=2)
+SCHEDULE, MICROBATCH = (
+    f"--parallelism.pipeline_parallel_{s}" for s in ("schedule", "microbatch_size")
+)
+INTERLEAVED = (SCHEDULE, "Interleaved1F1B")
+ACCUMULATED = ("--training.global_batch_size", str(BATCH))
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+TORCHS = ("--optimizer.implementation", "foreach")  # and torch's clipping
+MODE = "--activation_checkpoint.mode"
+ALL, COSTLY = (
+    (MODE, "full"),
+    (MODE, "selective", "--activation_checkpoint.selective_ac_option", "op"),
+)
+COMPILED = ("--training.compile",)
 # Ranks, the number of ranks that read different data, and settings.
 LAYOUTS = {
     "one process": (1, 1, ()),
-    "FSDP": (2, 2, layout(fsdp=2)),
-    "DDP, balanced ZeRO": (2, 2, (*layout(ddp=2), *ZERO)),
-    "accumulation": (1, 1, ("--training.global_batch_size", str(BATCH))),
-    "DDP": (2, 2, layout(ddp=2)),
-    "DDP, greedy ZeRO": (2, 2, (*layout(ddp=2), "--parallelism.zero", "greedy")),
-    "TP": (2, 1, layout(tp=2)),
-    "PP": (2, 1, layout(pp=2)),
-    "PP, interleaved": (2, 1, (*layout(pp=2), *INTERLEAVED)),
-    "HSDP": (4, 4, layout(ddp=2, fsdp=2)),
-    "FSDP and TP": (4, 2, layout(fsdp=2, tp=2)),
-    "FSDP and PP": (4, 2, layout(fsdp=2, pp=2)),
-    "FSDP, offloaded": (2, 2, (*layout(fsdp=2), "--training.enable_cpu_offload")),
-    "FSDP, accumulation": (
-        2,
-        2,
-        (*layout(fsdp=2), "--training.global_batch_size", str(BATCH)),
-    ),
+    "FSDP": (2, 2, FSDP),
+    "FSDP, torch's": (2, 2, (*FSDP, *TORCHS)),
+    "DDP, balanced ZeRO": (2, 2, (*DDP, "--parallelism.zero", "balanced")),
+    "accumulation": (1, 1, ACCUMULATED),
     "in backward": (1, 1, ("--optimizer.early_step_in_backward",)),
-    "recomputed": (2, 2, (*layout(fsdp=2), "--activation_checkpoint.mode", "full")),
+    "DDP": (2, 2, DDP),
+    "DDP, greedy ZeRO": (2, 2, (*DDP, "--parallelism.zero", "greedy")),
+    "DDP, accumulation": (2, 2, (*DDP, *ACCUMULATED)),
+    "DDP, bfloat16": (2, 2, (*DDP, *BFLOAT16)),
+    "DDP, compiled": (2, 2, (*DDP, *COMPILED)),
     "DDP, deterministic": (4, 4, (*layout(ddp=4), "--training.deterministic")),
+    "FSDP, offloaded": (2, 2, (*FSDP, "--training.enable_cpu_offload")),
+    "FSDP, accumulation": (2, 2, (*FSDP, *ACCUMULATED)),
+    "FSDP, bfloat16": (2, 2, (*FSDP, *BFLOAT16)),
+    "FSDP, resharded": (2, 2, (*FSDP, "--parallelism.fsdp_reshard_after_forward", "always")),
+    "FSDP, recomputed": (2, 2, (*FSDP, *ALL)),
+    "FSDP, every second layer recomputed": (2, 2, (*FSDP, MODE, "selective")),
+    "FSDP, costly operations saved": (2, 2, (*FSDP, *COSTLY)),
+    "FSDP, compiled": (2, 2, (*FSDP, *COMPILED)),
+    "FSDP, compiled and recomputed": (2, 2, (*FSDP, *COMPILED, *ALL)),
+    "FSDP, compiled, costly operations saved": (2, 2, (*FSDP, *COMPILED, *COSTLY)),
+    "HSDP": (4, 4, (*DDP, *FSDP)),
+    "HSDP, accumulation": (4, 4, (*DDP, *FSDP, *ACCUMULATED)),
+    "TP": (2, 1, TP),
+    "TP, torch's": (2, 1, (*TP, *TORCHS)),
+    "TP, whole logits": (2, 1, (*TP, "--parallelism.disable_loss_parallel")),
+    "TP, costly operations saved": (2, 1, (*TP, *COSTLY)),
+    "TP, four ranks": (4, 1, layout(tp=4)),
+    "FSDP and TP": (4, 2, (*FSDP, *TP)),
+    "PP": (2, 1, PP),
+    "PP, torch's": (2, 1, (*PP, *TORCHS)),
+    "PP, accumulation": (2, 1, (*PP, *ACCUMULATED)),
+    "PP, split": (2, 1, (*PP, "--parallelism.pipeline_parallel_split_points", "layers.1")),
+    "PP, GPipe": (2, 1, (*PP, SCHEDULE, "GPipe")),
+    "PP, interleaved": (2, 1, (*PP, *INTERLEAVED)),
+    "PP, interleaved, larger microbatches": (2, 1, (*PP, *INTERLEAVED, MICROBATCH, "2")),
+    "PP, V-shaped": (2, 1, (*PP, SCHEDULE, "ZBVZeroBubble")),
+    "PP, four ranks": (4, 1, layout(pp=4)),
+    "PP and TP": (4, 1, (*PP, *TP)),
+    "FSDP and PP": (4, 2, (*FSDP, *PP)),
+    "FSDP and interleaved PP": (4, 2, (*FSDP, *PP, *INTERLEAVED)),
 }
-FAST = ("one process", "FSDP", "DDP, balanced ZeRO", "accumulation")
+FAST = ("one process", "FSDP", "FSDP, torch's", "DDP, balanced ZeRO", "accumulation")
+FAST += ("DDP, accumulation", "DDP, bfloat16", "FSDP, offloaded", "FSDP, accumulation")
+FAST += ("FSDP, bfloat16", "FSDP, resharded", "FSDP, recomputed", "FSDP, costly operations saved")
+RESUMED = [name for name in LAYOUTS if "," not in name or "ZeRO" in name]
+RESUMED += ["DDP, deterministic", "PP, interleaved", "FSDP, offloaded", "FSDP, recomputed"]
+OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason="sends to itself, which gloo cannot")
 
 
 def batch(name: str) -> tuple[str, str]:
-    _, readers, _ = LAYOUTS[name]
-    microbatches = 2 if "accumulation" in name else 1
+    _, readers, settings = LAYOUTS[name]
+    microbatches = 2 if ACCUMULATED[0] in settings else 1
     return "--training.batch_size", str(BATCH // readers // microbatches)
 
 
-def layouts(*fast: str) -> list[Any]:
+def layouts(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
+    marks = {name: [OLD] if "V-shaped" in name else [] for name in names}
     return [
-        pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in LAYOUTS
+        pytest.param(name, marks=more if name in fast else [pytest.mark.slow, *more])
+        for name, more in marks.items()
     ]
 
 
@@ -115,16 +156,19 @@ def test_one_process_repeats_the_loop_by_hand_bit_for_bit(train, by_hand, tmp_pa
     assert run[-1]["loss_metrics/global_avg_loss"] < run[0]["loss_metrics/global_avg_loss"]
 
 
-@pytest.mark.parametrize("name", layouts(*FAST))
+@pytest.mark.parametrize("name", layouts(LAYOUTS, FAST))
 def test_layouts_train_as_the_loop_by_hand(train, by_hand, tmp_path, name):
     ranks, _, settings = LAYOUTS[name]
     run = train(tmp_path, ranks, *batch(name), *settings)
-    for found, expected in zip(trajectory(run), trajectory(by_hand), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    rounded = BFLOAT16[0] in settings  # at other places than in float32
+    for step, expected in zip(trajectory(run), trajectory(by_hand), strict=True):
+        assert step == pytest.approx(expected, rel=2e-2 if rounded else 1e-5)
+    losses = [[loss for loss, _ in trajectory(each)] for each in (run, by_hand)]
+    assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) != rounded
 
 
 # DDP on more than two ranks sums the first step after a start in another order, unless told not to.
-@pytest.mark.parametrize("name", layouts("FSDP", "DDP, balanced ZeRO"))
+@pytest.mark.parametrize("name", layouts(RESUMED, ("FSDP", "DDP, balanced ZeRO")))
 def test_resumed_jobs_end_with_the_same_bits(train, tmp_path, name):
     ranks, _, settings = LAYOUTS[name]
     common = (*batch(name), *settings, *SAVING)

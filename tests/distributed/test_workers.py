@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from .rank_results import Results, assert_passed
 
 NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
-OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason="sends to itself, which gloo cannot")
 
 
 def worker(
@@ -39,10 +37,6 @@ def worker(
         worker("estimate", (2,)),
         worker("fsdp", (2,)),
         worker("mixed_precision", (4, 2, 1), NEWEST, seconds=240),
-        worker("parallelize", (2,), NEWEST, kind="data parallel"),
-        worker("parallelize", (2,), NEWEST, SLOW, kind="two ranks"),
-        worker("parallelize", (2,), NEWEST, SLOW, OLD, kind="v-shaped"),
-        worker("parallelize", (4,), NEWEST, SLOW, kind="four ranks"),
         worker("quantized", (2, 3), NEWEST, seconds=250),
         worker("state_dicts", (2,), NEWEST),
         worker("state_dicts", (2,), NEWEST, SLOW, kind="complete"),

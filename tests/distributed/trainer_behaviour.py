@@ -69,6 +69,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def agreed_seeds(trainer: Trainer) -> list[Any]:
+    """Returns all ranks' seeds after they had different seeds."""
+    seeds: list[Any] = [None] * dist.get_world_size()
+    torch.manual_seed(100 + dist.get_rank())
+    distributed.set_determinism(trainer.world_mesh, trainer.device)
+    dist.all_gather_object(seeds, torch.initial_seed())
+    return seeds
+
+
 def spied(trainer: Trainer) -> list[str]:
     """Runs a training and returns its calls in order."""
     calls: list[str] = []
@@ -260,7 +269,8 @@ def validation(folder: Path, shared: list[str]) -> None:
     with trainer_of(folder, shared, *settings) as trainer:
         trainer.train()
         assert trainer.model_parts[0].training
-        dist.barrier()
+        # Stages count up from rank 0's seed, so that dropout differs.
+        assert agreed_seeds(trainer) == [100, 101][: dist.get_world_size()]
     key = "validation_metrics/loss"
     losses = {line["step"]: line[key] for line in lines(folder) if key in line}
     assert list(losses) == [0, 2, 4, 5]
@@ -314,8 +324,9 @@ def sigterm_at_one_rank(folder: Path, shared: list[str]) -> None:
 
         trainer.train_step = with_signal  # type: ignore[method-assign]
         trainer.train()
-        found = trainer.stopped_by, trainer.step, trainer.checkpointer.newest()
-        assert found == ("SIGTERM", 4, 4)
+        ended = trainer.stopped_by, trainer.step, trainer.checkpointer.newest()
+        assert ended == ("SIGTERM", 4, 4)
+        assert agreed_seeds(trainer) == [100, 100]
 
 
 @case(2)

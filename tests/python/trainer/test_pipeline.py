@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig, Parallelism
 from torchopt_ext.trainer.forward_pass import Validator
+from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import layers_of
 from torchopt_ext.trainer.pipeline import pipeline, split_layers, stage_module, stages_of_rank
 
@@ -129,6 +132,20 @@ def test_a_parameter_of_two_stages_is_rejected_on_all_ranks(names: tuple[str, st
     without: Any = None  # the rejection precedes the use of rank-dependent arguments
     with pytest.raises(ConfigError, match=rf"{names[0]}.weight and {names[1]}.weight are one"):
         pipeline(model, without, dims, JobConfig(), without, without, without, without)
+
+
+def test_too_few_microbatches_are_rejected() -> None:
+    config, no_arguments = JobConfig(), cast(Any, None)
+    config.training.batch_size = config.parallelism.pipeline_parallel_microbatch_size = 4
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        dims = ParallelDims(1, 1, 1, 1, 2, world_size=2, enable_loss_parallel=False)
+        arguments = Model(), dims.build_mesh("cpu"), dims, config, torch.device("cpu"), no_arguments
+        message = "batch_size 4 in microbatches of parallelism.pipeline_parallel_microbatch_size 4"
+        with pytest.raises(ConfigError, match=message):
+            pipeline(*arguments, lambda part, *_: part, no_arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_schedules_have_names() -> None:
