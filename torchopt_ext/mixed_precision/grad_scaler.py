@@ -158,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"this {type(optimizer).__name__} steps in backward, before a gradient scaler can "
                 f"unscale gradients: use no scaler, or an optimizer that updates in step()"
             )
-        if self._enabled and getattr(optimizer, "hides_gradients", False):
+        if self._enabled and getattr(optimizer, "gradients_are_sharded", False):
             raise RuntimeError(
                 f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
                 f"leave unscale_() out: step() unscales, checks and clips them"

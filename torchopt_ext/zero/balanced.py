@@ -20,9 +20,8 @@ from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.state.quantized import keep_float_moments
-from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.parameters import Parameters
-from torchopt_ext.zero.part import Part, memory_order, view_in
+from torchopt_ext.zero.part import Bucket, Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
@@ -31,11 +30,7 @@ SHORT_ROW = 64
 
 
 class BalancedBuckets:
-    """The balanced partition: who owns which elements, and how updates reach the other ranks.
-
-    ``bucket_elements`` of None are the planner's choice. ``sharded_gradients`` are reduced while
-    backward computes them (reducer.py).
-    """
+    """The balanced partition: who owns which elements, and how updates reach the other ranks."""
 
     gathers = False  # all-gather parameters on the CPU as well
 
@@ -79,7 +74,7 @@ class BalancedBuckets:
         return copied
 
     @property
-    def hides_gradients(self) -> bool:
+    def gradients_are_sharded(self) -> bool:
         """Whether steps take other gradients than the parameters' own ``grad``."""
         return self.reducer.active
 
@@ -96,11 +91,10 @@ class BalancedBuckets:
         self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
     ) -> None:
         """Lays the parameters of one more group into separate buckets."""
-        assert per_rank is None, "balanced buckets have no owners to choose"
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
-        own: dict[Tensor, list[Tensor]] = {}
+        parts: dict[Tensor, list[Tensor]] = {}
         for (device, dtype, _), alike in kinds.items():
             rows = [row_length(param) for param in alike]
             plan = plan_buckets(alike, rows, self.ranks.size, self.bucket_elements)
@@ -111,20 +105,20 @@ class BalancedBuckets:
                 bucket = Bucket(len(self.all_buckets), flat, cuts, window)
                 self.all_buckets.append(bucket)
                 for param, start in [(p, start) for p, n, start in laid if n == number]:
-                    bucket.lay(param, start)
-                    own[param] = [part.tensor for part in self._make_parts(bucket, param, start)]
+                    bucket.lay(param, start, like=param)
+                    parts[param] = self._make_parts(bucket, param, start)
                     self.reducer.bucket_of[param] = bucket
-        self.mine.append([tensor for param in params for tensor in own[param]])
+        self.mine.append([tensor for param in params for tensor in parts[param]])
         self._laid = list(self.reducer.bucket_of)
         self._places = b""  # unknown: the next step looks at all
 
-    def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Part]:
+    def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Tensor]:
         """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""
         lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
         runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
         if not param.numel() and self.ranks.rank == 0:
             runs = iter([(0, 0, None)])
-        parts = []
+        tensors = []
         for begin, end, shape in runs:
             if shape is None:
                 tensor = view_in(bucket.flat, start, param)
@@ -133,15 +127,15 @@ class BalancedBuckets:
                 if not param.is_contiguous():
                     keep_float_moments(tensor)
             part = Part(param, begin, end, tensor.requires_grad_(param.requires_grad))
-            parts.append(part)
+            tensors.append(tensor)
+            bucket.parts.append(part)
             self._part_of[tensor] = part
             if part.is_whole:
                 self._whole[0].append(tensor)
                 self._whole[1].append(param)
             else:
                 self._cut.append(part)
-        bucket.parts += parts
-        return parts
+        return tensors
 
     def build_buckets(self) -> None:
         """Records which parameters are trainable, and hooks them. The buckets stay as they are."""
@@ -149,7 +143,7 @@ class BalancedBuckets:
             bucket.note_trainable()
             for part in bucket.parts:
                 part.tensor.requires_grad_(part.param.requires_grad)
-        self._unsent = [p for bucket in self.all_buckets if not bucket.sent for p in bucket.starts]
+        self._unsent = [p for bucket in self.all_buckets if not bucket.sent for p in bucket.places]
         self.reducer.hook_trainable()
 
     def take_gradients(self) -> None:
@@ -168,16 +162,15 @@ class BalancedBuckets:
             if grad is None:
                 part.tensor.grad = None
                 continue
-            source = (grad, version(grad))
-            known = self._sources.get(part)
-            if known is None or known[0] is not grad or known[1] != source[1]:
+            former, at = self._sources.get(part, (None, -1))
+            if former is not grad or at != version(grad):
                 if grad.layout is not torch.strided:
                     raise RuntimeError(
                         f"the gradient of {self.params.called(part.param)} has layout "
                         f"{grad.layout}, expected a dense tensor"
                     )
                 part.tensor.grad = part.cut(grad)
-                self._sources[part] = source
+                self._sources[part] = grad, version(grad)
 
     def finish_step(self) -> None:
         """Drops references to parameters' gradients. Tells autograd that weights changed."""
@@ -203,8 +196,8 @@ class BalancedBuckets:
     def written(self) -> list[Tensor]:
         """Returns this rank's parts of parameters that were written to since the last step."""
         self._follow_memory()
-        found = {self._laid[i] for i in self._marks.renew(self._laid, self._laid)}
-        return [tensor for tensor, part in self._part_of.items() if part.param in found]
+        params = {self._laid[i] for i in self._marks.renew(self._laid, self._laid)}
+        return [tensor for tensor, part in self._part_of.items() if part.param in params]
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.reducer.zero_grad(set_to_none)
@@ -233,7 +226,7 @@ class BalancedBuckets:
                     self.wait_for_updates(list(self._updates_in_flight)[:1])
                 self._updates_in_flight[bucket] = self._gather(bucket)
         self.wait_for_updates(
-            [b for b in self._updates_in_flight if not b.starts.keys() <= self._lazy.keys()]
+            [b for b in self._updates_in_flight if not b.places.keys() <= self._lazy.keys()]
         )
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
@@ -277,9 +270,9 @@ class BalancedBuckets:
 
     def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
         if self._updates_in_flight:
-            own = set(module.parameters())
+            params = set(module.parameters())
             self.wait_for_updates(
-                [b for b in self._updates_in_flight if not own.isdisjoint(b.starts)]
+                [b for b in self._updates_in_flight if not params.isdisjoint(b.places)]
             )
 
 

@@ -1,13 +1,15 @@
 """Communication among the ranks of one process group outside of a step.
 
 Ranks compare descriptions that must be the same, and gather optimizer state on one rank. Ranks are
-ranks of the group. Tensors are sent as bytes, because gloo does not know every dtype.
+ranks of the group. Tensors are sent as bytes, because gloo does not know every dtype. All else is
+JSON: unlike pickle, reading it runs no code. None, bool, int, float, str and list are JSON's own.
+Any other value is an object with one key that names its type, e.g. ``{"tuple": [1, 2]}``.
 """
 
 import hashlib
 import json
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -23,11 +25,68 @@ from torchopt_ext.state.collective import (
     raise_together,
     wait,
 )
-from torchopt_ext.zero import metadata
-from torchopt_ext.zero.part import view_in
-from torchopt_ext.zero.ranks import MAX_PACKED_BYTES, batches, flat_memory
+from torchopt_ext.zero.part import Part, in_memory_order, view_in
+from torchopt_ext.zero.ranks import MAX_PACKED_BYTES, flat_memory
 
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _CONSOLIDATING = "consolidating the optimizer state"
+
+
+def encode(value: Any, where: str) -> tuple[str, list[Tensor]]:
+    """Encodes ``value`` as text. Returns the text and its tensors, which it refers to by position.
+
+    Args:
+        value: tensors, numbers, strings, None, lists, tuples, dicts, dtypes and devices, nested;
+            torch.Size arrives as a tuple, OrderedDict and defaultdict as a dict.
+        where: what ``value`` is, for errors: "state of parameter 3".
+
+    Raises:
+        TypeError: ``value`` contains another type, or a subclass of an accepted type.
+        RecursionError: ``value`` is nested too deeply.
+    """
+    tensors: list[Tensor] = []
+
+    def coded(value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return {"tensor": len(tensors) - 1}
+        if kind is list:
+            return [coded(item) for item in value]
+        if kind in (tuple, torch.Size):
+            return {"tuple": [coded(item) for item in value]}
+        if kind in (dict, OrderedDict, defaultdict):
+            return {"dict": [[coded(key), coded(item)] for key, item in value.items()]}
+        if kind is complex:
+            return {"complex": [value.real, value.imag]}
+        if kind in (torch.dtype, torch.device):
+            return {kind.__name__: str(value)}
+        raise TypeError(
+            f"{where}: cannot send a {kind.__qualname__}; state may hold tensors, numbers, "
+            f"strings, lists, tuples, dicts"
+        )
+
+    return json.dumps(coded(value), ensure_ascii=False), tensors
+
+
+def decode(text: str, tensors: Sequence[Any]) -> Any:
+    """Decodes text from :func:`encode`, with ``tensors`` in place of the encoded tensors."""
+    decoders: dict[str, Any] = {
+        "tensor": tensors.__getitem__,
+        "tuple": tuple,
+        "dict": dict,
+        "complex": lambda parts: complex(*parts),
+        "dtype": DTYPES.__getitem__,
+        "device": torch.device,
+    }
+
+    def value_of(pairs: list[tuple[str, Any]]) -> Any:
+        ((tag, content),) = pairs
+        return decoders[tag](content)
+
+    return json.loads(text, object_pairs_hook=value_of)
 
 
 def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup) -> None:
@@ -44,11 +103,11 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
     if all(torch.equal(first, other) for other in others):
         return
     lists: list[list[str]] = [json.loads(t) for t in all_gather_text(text, group, purpose)]
-    for position, found in enumerate(zip_longest(*lists)):
-        if len(set(found)) > 1:
+    for position, of_ranks in enumerate(zip_longest(*lists)):
+        if len(set(of_ranks)) > 1:
             # Group ranks by description, because there may be hundreds of ranks.
             ranks: dict[str | None, list[str]] = {}
-            for rank, description in enumerate(found):
+            for rank, description in enumerate(of_ranks):
                 ranks.setdefault(description, []).append(str(rank))
             has = [f"{d or 'nothing'} on rank {', '.join(of)}" for d, of in ranks.items()]
             raise ValueError(
@@ -57,30 +116,22 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
             )
 
 
-@dataclass
-class Entry:
-    """One value of the optimizer state, or this rank's part of a tensor that several ranks hold."""
-
-    index: int  # of the parameter in the state dict
-    name: Any
-    value: Any  # what metadata.encode takes; with `whole` the elements from `begin` on, 1-D
-    whole: Tensor | None = None  # with the shape and strides of the full tensor
-    begin: int = 0  # in the order in which elements lie in memory
-
-
 def gather_entries(
-    entries: Sequence[Entry], to: int, group: dist.ProcessGroup
+    entries: Sequence[tuple[int, Any, Part, Any]], to: int, group: dist.ProcessGroup
 ) -> dict[int, dict[Any, Any]] | None:
-    """Gathers the entries of all ranks on rank `to`. All ranks call it.
+    """Gathers state entries of all ranks on rank `to`. All ranks call it.
 
     In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one
     tensor that is not dense.
 
+    Args:
+        entries: (index of the parameter in the state dict, name, this rank's part, value).
+
     Returns:
         On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Names are
         in the order of the lowest rank that has the index. Tensors are on the CPU in separate
-        memory. Dense tensors keep their strides. If several ranks have a value without `whole`, the
-        result has the lowest rank's value.
+        memory. Dense tensors keep their strides. If several ranks have a value that their parts do
+        not divide, the result has the lowest rank's value.
 
     Raises:
         RuntimeError: an entry cannot be sent (every rank raises), or a rank died or is late.
@@ -93,74 +144,45 @@ def gather_entries(
         error = f"{_CONSOLIDATING}: {problem}"
     raise_together(error, group)
     headers = all_gather_text(header, group, _CONSOLIDATING)
-    rank = dist.get_rank(group)
-    state, wanted = _result(headers, "cpu" if rank == to else "meta")
+    rank, device = dist.get_rank(group), comm_device(group)
+    state, places = _result(headers, "cpu" if rank == to else "meta")
     with collective(_CONSOLIDATING):
-        for source, of_rank in enumerate(wanted):
-            places = [place for _, place in of_rank]
-            if source == rank:
-                own = [tensors[number] for number, _ in of_rank]
-                if rank == to:
-                    for tensor, place in zip(own, places, strict=True):
-                        place.copy_(_memory(tensor))
-                else:
-                    _send(own, to, group)
+        for source, number, place in places:
+            if source == rank == to:
+                place.copy_(_memory(tensors[number]))
+            elif source == rank:
+                for piece in torch.split(_memory(tensors[number]), MAX_PACKED_BYTES):
+                    wait(dist.isend(piece.to(device), group=group, group_dst=to))
             elif rank == to:
-                _receive(places, source, group)
+                for piece in torch.split(place, MAX_PACKED_BYTES):
+                    received = piece if device.type == "cpu" else piece.to(device)
+                    wait(dist.irecv(received, group=group, group_src=source))
+                    piece.copy_(received)
     return {index: state[index] for index in sorted(state)} if rank == to else None
 
 
-def _described(entries: Sequence[Entry]) -> tuple[str, list[Tensor]]:
+def _described(entries: Sequence[tuple[int, Any, Part, Any]]) -> tuple[str, list[Tensor]]:
     """Returns a header that tells all ranks what this rank has, and the tensors it describes."""
     described, tensors = [], list[Tensor]()
-    for entry in entries:
-        where, full = f"state of parameter {entry.index} [{entry.name!r}]", None
-        text, own = metadata.encode({entry.name: entry.value}, where)
-        if entry.whole is not None:
-            if not isinstance(entry.value, Tensor):
-                kind = type(entry.value).__name__
-                raise TypeError(f"{where}: is of type {kind}, expected a tensor, as a part of one")
-            like = view_in(torch.empty(entry.whole.numel(), device="meta"), 0, entry.whole)
-            full = like.shape, like.stride()
-        for tensor in own:
+    for index, name, part, value in entries:
+        where, full = f"state of parameter {index} [{name!r}]", None
+        if part.divides(value):
+            like = view_in(torch.empty(part.param.numel(), device="meta"), 0, part.param)
+            full, value = (like.shape, like.stride()), in_memory_order(value, part.tensor)
+        text, held = encode({name: value}, where)
+        for tensor in held:
             # Subclasses and sparse tensors keep their bytes elsewhere.
-            if (
-                type(tensor) not in (Tensor, nn.Parameter)
-                or tensor.layout is not torch.strided
-                or tensor.is_meta
-                or tensor.is_quantized
-            ):
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            if not plain or tensor.is_meta or tensor.is_quantized:
                 raise TypeError(
                     f"{where}: cannot send a {type(tensor).__name__} of layout {tensor.layout} on "
                     f"{tensor.device}; tensors must be plain and dense"
                 )
         # The layout is torch.clone's: dense tensors keep their strides.
-        layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in own]
-        described.append((entry.index, entry.name, full, entry.begin, text, layouts))
-        tensors += own
-    return metadata.encode(described, "header")[0], tensors
-
-
-def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
-    device = comm_device(group)
-    for batch in batches(tensors):
-        data = [_memory(tensor) for tensor in batch]
-        packed = data[0] if len(data) == 1 else torch.cat([memory.to(device) for memory in data])
-        for piece in torch.split(packed, MAX_PACKED_BYTES):
-            wait(dist.isend(piece.to(device), group=group, group_dst=to))
-
-
-def _receive(places: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    device = comm_device(group)
-    for batch in batches(places):
-        sizes = [place.numel() for place in batch]
-        packed = batch[0] if len(batch) == 1 else batch[0].new_empty(sum(sizes))
-        for piece in torch.split(packed, MAX_PACKED_BYTES):
-            received = piece if device.type == "cpu" else torch.empty_like(piece, device=device)
-            wait(dist.irecv(received, group=group, group_src=source))
-            piece.copy_(received)
-        if len(batch) > 1:
-            torch._foreach_copy_(batch, list(torch.split(packed, sizes)))
+        layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in held]
+        described.append((index, name, full, part.begin, text, layouts))
+        tensors += held
+    return encode(described, "header")[0], tensors
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -175,27 +197,26 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _result(
     headers: Sequence[str], device: str
-) -> tuple[dict[int, dict[Any, Any]], list[list[tuple[int, Tensor]]]]:
+) -> tuple[dict[int, dict[Any, Any]], list[tuple[int, int, Tensor]]]:
     """Builds the state that the headers of all ranks describe, with unfilled tensors on ``device``.
 
     Returns:
-        The state, and for each rank the numbers of its wanted tensors with the bytes to fill.
+        The state; and for each tensor to send its rank, its number there, and the bytes to fill.
     """
     state: dict[int, dict[Any, Any]] = {}
     kinds: dict[str, str] = {}
     memory: dict[str, list[Tensor]] = {}
-    runs: dict[str, list[tuple[int, int]]] = {}  # the parts' ranges of bytes
-    wanted: list[list[tuple[int, Tensor]]] = []
+    ranges: dict[str, list[tuple[int, int]]] = {}  # of bytes, which parts fill
+    sent: list[tuple[int, int, Tensor]] = []
     for rank, header in enumerate(headers):
-        wanted.append([])
         number = 0
-        for index, name, full, begin, text, layouts in metadata.decode(header, ()):
+        for index, name, full, begin, text, layouts in decode(header, ()):
             where, kind = f"{_CONSOLIDATING}: parameter {index} [{name!r}]", "all of it"
-            places, run = [], None
+            places, span = [], None
             if full is not None:
                 ((dtype, (count,), _),) = layouts
                 kind = f"a part of it, of {dtype} and shape {full[0]}"
-                run = begin * dtype.itemsize, (begin + count) * dtype.itemsize
+                span = begin * dtype.itemsize, (begin + count) * dtype.itemsize
                 layouts = [(dtype, *full)]
             if kinds.setdefault(where, kind) != kind:
                 raise ValueError(f"{where}: rank {rank} has {kind}, a lower rank {kinds[where]}")
@@ -203,16 +224,16 @@ def _result(
                 tensors = [
                     torch.empty_strided(s, st, dtype=d, device=device) for d, s, st in layouts
                 ]
-                state.setdefault(index, {}).update(metadata.decode(text, tensors))
+                state.setdefault(index, {}).update(decode(text, tensors))
                 places = memory[where] = [_memory(tensor) for tensor in tensors]
-            if run is not None:
-                runs.setdefault(where, []).append(run)
-                places = [memory[where][0][slice(*run)]]
-            wanted[-1] += [(number + i, place) for i, place in enumerate(places) if place.numel()]
+            if span is not None:
+                ranges.setdefault(where, []).append(span)
+                places = [memory[where][0][slice(*span)]]
+            sent += [(rank, number + i, place) for i, place in enumerate(places) if place.numel()]
             number += len(layouts)
-    for where, found in runs.items():
-        found.sort()
+    for where, spans in ranges.items():
+        spans.sort()
         nbytes = memory[where][0].numel()
-        if [0, *(end for _, end in found)] != [*(begin for begin, _ in found), nbytes]:
-            raise ValueError(f"{where}: ranks have bytes {found}, expected all {nbytes} once")
-    return state, wanted
+        if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), nbytes]:
+            raise ValueError(f"{where}: ranks have bytes {spans}, expected all {nbytes} once")
+    return state, sent

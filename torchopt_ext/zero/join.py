@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.state.collective import all_gather_text, collective, wait
-from torchopt_ext.zero.metadata import DTYPES
+from torchopt_ext.zero.exchange import DTYPES
 from torchopt_ext.zero.ranks import Ranks
 
 

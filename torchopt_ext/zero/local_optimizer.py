@@ -1,20 +1,23 @@
 """The local optimizer, which steps this rank's parts as all ranks agree."""
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedOptimizer, step
-from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm import squares_of
+from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.rejection import Agreement, Verdict, agree, reject_in
 from torchopt_ext.state.collective import fail_together, waits_at_most
 from torchopt_ext.state.masters import refresh_stale_elements
@@ -33,7 +36,6 @@ class LocalOptimizer:
     Args:
         params: the whole parameters, in groups that have the current settings.
         constructor: makes the optimizer of the parts, with ``arguments``.
-        functional: the constructor takes parameters, and the optimizer's ``step`` gradients.
 
     Attributes:
         optimizer: the optimizer of the parts; None until :meth:`build`.
@@ -46,15 +48,9 @@ class LocalOptimizer:
         ranks: Ranks,
         constructor: Any,
         arguments: dict[str, Any],
-        *,
-        functional: bool,
     ) -> None:
-        self.params = params
-        self.partition = partition
-        self.ranks = ranks
-        self.constructor = constructor
-        self.arguments = arguments
-        self.functional = functional
+        self.params, self.partition, self.ranks = params, partition, ranks
+        self.constructor, self.arguments = constructor, arguments
         self.device: torch.device = params_of(self.params)[0].device
         self.optimizer: Any = None
         self._verdict = Verdict()
@@ -92,17 +88,6 @@ class LocalOptimizer:
         arguments = dict(self.arguments)
         if is_8_bit(arguments.get("state_dtype")):
             arguments["fp32_moments"] = self._fp32_moments()
-        if self.functional:
-            if "_allow_empty_param_list" in inspect.signature(self.constructor).parameters:
-                arguments["_allow_empty_param_list"] = True
-            self.optimizer = self.constructor(self.partition.mine[0], **arguments)
-            if not hasattr(self.optimizer, "param_groups"):
-                self.optimizer.param_groups = [self.optimizer.param_group]
-            for key, value in self.optimizer.param_groups[0].items():
-                # A schedule may have changed existing keys. A peak may have been True.
-                group = self.params.param_groups[0]
-                group[key] = value if group.get(key) is True else group.get(key, value)
-            return
         groups = [self._group(number) for number in range(len(self.params.param_groups))]
         self.optimizer = self.constructor(groups, **arguments)
         if self.is_fused:
@@ -162,14 +147,16 @@ class LocalOptimizer:
             group.clear()
             group.update(merged)
 
-    def step_bucket(self, gradients: Any) -> Any:
-        """Steps a functional optimizer by some gradients, for a hook of DDP."""
+    def step_bucket(self, gradients: Sequence[Tensor | None]) -> Any:
+        """Steps by some gradients, for a hook of DDP; ``grad`` of the parameters stays as it is."""
         self.take_settings()
-        # Torch's functional optimizers read ``defaults``, which schedules do not change.
-        defaults = getattr(self.optimizer, "defaults", {})
-        for key in defaults.keys() & self.params.param_groups[0].keys():
-            defaults[key] = self.params.param_groups[0][key]
-        result = self.optimizer.step(gradients=gradients)
+        params = self.partition.mine[0]
+        before = [param.grad for param in params]
+        try:
+            set_gradients(params, gradients)
+            result = inner_step(self.optimizer, ALONE)
+        finally:
+            set_gradients(params, before)
         copy_settings(self.optimizer.param_groups, self.params.param_groups)
         return result
 
@@ -214,7 +201,7 @@ class LocalOptimizer:
             kwargs["closure"] = prepare
         else:
             prepare()
-        if not self.partition.hides_gradients:
+        if not self.partition.gradients_are_sharded:
             context = context._replace(same_flag=True)  # a scaler has checked the same gradients
         result = inner_step(self.optimizer, context, **kwargs)
         if shared:
@@ -290,7 +277,7 @@ class LocalOptimizer:
 
     def reject(self, agreement: Agreement, total: Tensor | None = None) -> None:
         """Tells waiting ranks that this rank rejects; ``total`` if they wait in :meth:`clip`."""
-        hides = self.partition.hides_gradients
+        hides = self.partition.gradients_are_sharded
         if self.ranks.size == 1 or (agreement.in_closure and hides):
             return  # in a closure, the other ranks wait in the reductions of gradients
         with suppress(Exception), waits_at_most(self.ranks.timeout):
@@ -323,6 +310,51 @@ class LocalOptimizer:
         optimizer.set_weights_and_state(
             (p.tensor, p.of(weight_of[p.param])) for p in self.parts if p.param in weight_of
         )
+
+
+def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Unwraps functools.partial, because its arguments decide how the ranks work together."""
+    while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
+        defaults = {**optimizer_class.keywords, **defaults}
+        optimizer_class = optimizer_class.func
+    return optimizer_class, defaults
+
+
+def plain_class(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
+    """Returns the class of the local optimizer: of a functional optimizer, its counterpart.
+
+    Raises:
+        ValueError: the class is functional but there is no overlap, or with overlap it may need all
+            gradients at once.
+    """
+    counterparts = {functional: plain for plain, functional in functional_optim_map.items()}
+    if not overlap_with_ddp and optimizer_class in counterparts:
+        raise ValueError(f"{optimizer_class} is a functional optimizer: overlap_with_ddp=True only")
+    found = counterparts.get(optimizer_class, optimizer_class)
+    fused = isinstance(found, type) and issubclass(found, FusedOptimizer)
+    if overlap_with_ddp and not fused and found not in functional_optim_map:
+        raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
+    return found
+
+
+def settings_in_backward(optimizer_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an optimizer that steps inside DDP's backward.
+
+    Raises:
+        ValueError: the arguments need all gradients at once, or change the storage.
+    """
+    optimizer = optimizer_class([torch.zeros(1)], **defaults)
+    if getattr(optimizer, "options", StepOptions()) != StepOptions():
+        raise ValueError(
+            f"steps inside DDP's backward have no norms, skipped steps, master weights, state "
+            f"dtypes, random rounding or tracking; got {defaults}"
+        )
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def set_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
 
 
 def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

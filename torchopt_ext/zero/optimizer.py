@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,22 +26,26 @@ from torchopt_ext.optim.rejection import Agreement
 from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.state.entries import BY_INDEX
 from torchopt_ext.state.params import params_of
-from torchopt_ext.statedict.dcp import Buffers
+from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import undone_if_raised
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
-from torchopt_ext.zero.functional import constructor_of, unwrap_partial
-from torchopt_ext.zero.inputs import (
+from torchopt_ext.zero.join import SteppingHook, share
+from torchopt_ext.zero.local_optimizer import (
+    LocalOptimizer,
+    plain_class,
+    settings_in_backward,
+    unwrap_partial,
+)
+from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
+from torchopt_ext.zero.parameters import (
+    Parameters,
     check_choices,
     check_elementwise,
     check_owners,
     describe_arguments,
 )
-from torchopt_ext.zero.join import SteppingHook, share
-from torchopt_ext.zero.local_optimizer import LocalOptimizer
-from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
-from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.whole import WholeTensors
 
@@ -82,8 +88,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
     local: LocalOptimizer
     parameter_names = forwarded("params", "parameter_names")  # containers set them
-    # The hook given to a Join context. If an exception ends the context, no method of the hook is
-    # called, but the hook is gone.
+    # The hook given to a Join context. If an exception ends the context, only the hook's end tells.
     _join_hook: ReferenceType[SteppingHook] | None = None
     _out_of_data = False  # this rank has run out of data
 
@@ -121,10 +126,18 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
         self._has_state = False  # some rank may have state
+        arguments = {
+            "partition": partition, "params_per_rank": params_per_rank,
+            "overlap_with_ddp": overlap_with_ddp, "sharded_gradients": sharded_gradients,
+            "bucket_elements": bucket_elements,
+        }  # fmt: skip
         with waits_at_most(timeout):
             with fail_together(self.process_group):
+                constructor, settings = plain_class(optimizer_class, overlap_with_ddp), {}
+                if overlap_with_ddp:  # the local optimizer is built in backward
+                    settings = settings_in_backward(constructor, defaults)
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
-                Optimizer.__init__(self, params, defaults if overlap_with_ddp else {})
+                Optimizer.__init__(self, params, settings)
                 Joinable.__init__(self)
                 self.params = Parameters(self.param_groups)
                 self._all_params = params_of(self)
@@ -132,21 +145,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                     raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
                 use_device(self.process_group, self.join_device)
                 self.params.check_dense(allow_mixed_dtypes)
-                check_choices(
-                    partition, sharded_gradients, overlap_with_ddp, elementwise, bucket_elements,
-                    params_per_rank, self.param_groups,
-                )  # fmt: skip
+                check_choices(self.param_groups, elementwise=elementwise, **arguments)
                 if params_per_rank is not None:
                     check_owners(params_per_rank, self._all_params, self.world_size)
                 if partition == "balanced" and not elementwise:
                     check_elementwise(optimizer_class)
-                constructor = constructor_of(optimizer_class, overlap_with_ddp, defaults)
+            arguments["parameters_as_bucket_view"] = parameters_as_bucket_view
             described = self.params.describe() + describe_arguments(
-                optimizer_class, params_per_rank, self.param_groups, defaults,
-                partition=partition, sharded_gradients=sharded_gradients,
-                bucket_elements=bucket_elements, overlap_with_ddp=overlap_with_ddp,
-                parameters_as_bucket_view=parameters_as_bucket_view,
-            )  # fmt: skip
+                self.param_groups, defaults, optimizer_class, **arguments
+            )
             check_same(described, "parameters and arguments", self.process_group)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             self.partition: WholeTensors | BalancedBuckets = (
@@ -155,9 +162,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 else WholeTensors(self.ranks, self.params, parameters_as_bucket_view)
             )
             self.local = LocalOptimizer(
-                self.params, self.partition, self.ranks, constructor, defaults,
-                functional=overlap_with_ddp,
-            )  # fmt: skip
+                self.params, self.partition, self.ranks, constructor, defaults
+            )
             if not overlap_with_ddp:
                 with fail_together(self.process_group):
                     self._assign(params_per_rank)
@@ -253,7 +259,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         agreement = Agreement()
         try:
             self._consolidated = None
-            self._notice_trainability()
+            self._rebuild_if_frozen_changed()
             result = self.local.step(agreement, self._context, self._take_gradients, kwargs)
         except Exception:
             self.local.reject(agreement)
@@ -280,12 +286,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     def _local_step(self, gradients: Sequence[Tensor | None]) -> Any:
         """Steps this rank's part by a bucket's gradients, for hooks of DDP, also torch's."""
         self._consolidated = None
-        self._notice_trainability()
+        self._rebuild_if_frozen_changed()
         return self.local.step_bucket(gradients)
 
-    def _notice_trainability(self) -> None:
-        held = params_of(self)
-        if len(held) != len(self._all_params) or not all(map(is_, held, self._all_params)):
+    def _rebuild_if_frozen_changed(self) -> None:
+        params = params_of(self)
+        if len(params) != len(self._all_params) or not all(map(is_, params, self._all_params)):
             raise RuntimeError(
                 "parameters were replaced in the groups, as Accelerate does for FSDP2, but this "
                 "rank's part is of the former ones: build FusedAdamW instead, which follows them"
@@ -301,8 +307,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects every rank's state on rank ``to`` of the group, in CPU memory.
 
-        Call it on all ranks. Tensors are sent as raw bytes to that rank only, directly into their
-        final place. The next step drops the copy.
+        Call it on all ranks. Tensors are sent to that rank only. The next step drops the copy.
 
         Raises:
             RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``), or a rank has
@@ -328,12 +333,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         if self._consolidated:
             result = zero_state.packed(self.param_groups, *self._consolidated)
         else:
-            result = zero_state.sharded(self.local, elsewhere=self._consolidated is not None)
+            result = zero_state.sharded(self.local, consolidated=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
 
     checkpoint_layout = BY_INDEX
 
-    def checkpoint_buffers(self, ids: list[str]) -> Buffers:
+    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         return zero_state.buffers(self.local, ids)
 
@@ -389,7 +394,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 "overlap_with_ddp=True steps in backward, before a gradient scaler can unscale "
                 "gradients: use no scaler"
             )
-        if self.partition.hides_gradients:
+        if self.partition.gradients_are_sharded:
             raise RuntimeError(
                 "gradients are reduced to the ranks that own them, so a gradient scaler has none "
                 "to check: use torchopt_ext.GradScaler with a fused optimizer"
@@ -406,7 +411,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         """Whether a hook of DDP steps, before a gradient scaler can unscale gradients."""
         return self._overlap_with_ddp
 
-    hides_gradients = forwarded("partition", "hides_gradients")
+    gradients_are_sharded = forwarded("partition", "gradients_are_sharded")
     """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
     control = forwarded("local.fused", "control")
     """The control block of the local FusedOptimizer. Its decision is the same on all ranks."""
@@ -470,7 +475,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 "in a Join context, ranks without data only call step(): clip inside the step, "
                 "with max_grad_norm of a fused optimizer"
             )
-        return self.local.clip(max_norm, self._notice_trainability)
+        return self.local.clip(max_norm, self._rebuild_if_frozen_changed)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
@@ -500,12 +505,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         return self.process_group
 
     def _take_gradients(self, context: StepContext) -> StepContext:
-        """Gives this rank's parts their gradients, out of data those of a rank with data.
+        """Gives the parts their gradients; returns the context with their scale and flags.
 
-        Returns the step's context, with the scale and flags of these gradients.
+        If this rank is out of data, they are those of a rank with data.
         """
         if self._in_join:
-            shared = [] if self.partition.hides_gradients else self._all_params
+            shared = [] if self.partition.gradients_are_sharded else self._all_params
             context = share(shared, self.ranks, self._out_of_data, context)
         self.partition.take_gradients()
         return context
@@ -521,3 +526,42 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         assigned = self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
         lay([each for of_rank in assigned for each in of_rank.values()], self.params)
         self._assign(info.params_per_rank)
+
+
+@bounded
+def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Returns this rank's part of a ZeroRedundancyOptimizer's state dict. Call it on all ranks.
+
+    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. In addition, this function
+    raises on all ranks if one rank has an entry that DCP would not restore.
+
+    Raises:
+        TypeError: DCP would not restore an entry of this rank unchanged; names the entry.
+        ValueError: another rank has such an entry; names the rank and the entry.
+    """
+    with fail_together(zero.process_group):
+        return zero_state.sharded(zero.local, consolidated=False)
+
+
+@bounded
+@torch.no_grad()
+def load_sharded(
+    zero: ZeroRedundancyOptimizer,
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    key: str = "optimizer",
+) -> None:
+    """Loads a ZeroRedundancyOptimizer from a distributed checkpoint. Call it on all ranks.
+
+    The call is ``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`.
+
+    Args:
+        zero: the ZeroRedundancyOptimizer.
+        checkpoint: a folder, or a reader of another storage.
+        key: the key under which the optimizer was saved.
+
+    Raises:
+        ValueError: groups, shapes or keys do not fit; all ranks raise, naming the parameter or key.
+        RuntimeError: a rank cannot read its parts. All ranks raise.
+    """
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else dcp.Reader(checkpoint)
+    dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)

@@ -1,6 +1,7 @@
-"""A part of a parameter, as one rank's optimizer sees it."""
+"""A part of a parameter, as one rank's optimizer sees it, and buckets of parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,3 +72,59 @@ def view_in(flat: Tensor, start: int, param: Tensor) -> Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(param):
         return flat.as_strided(param.shape, param.stride(), start)
     return flat[start : start + param.numel()].view(param.shape)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A communication bucket: parameters that lie in one tensor, divided among the ranks."""
+
+    number: int  # its position among the optimizer's buckets
+    flat: Tensor  # 1-D, of the parameters, padded at the end for the last rank's window
+    cuts: list[int]  # rank r owns elements [cuts[r], cuts[r + 1])
+    window: int  # the elements of the largest share; every rank sends this many
+    places: dict[Tensor, Tensor] = field(default_factory=dict)  # each parameter's view of ``flat``
+    parts: list[Part] = field(default_factory=list)  # this rank's
+    sent: bool = False  # ranks exchange updates: a parameter was trainable at some time
+    staging: Tensor | None = None  # gradients of this backward pass, one window for each rank
+    arrived: set[Tensor] = field(default_factory=set)  # whose gradient is in ``staging``
+    grad: Tensor | None = None  # this rank's elements of the reduced gradient
+
+    def note_trainable(self) -> bool:
+        """Notes trainable parameters. Returns whether ranks send the bucket's updates."""
+        self.sent = self.sent or any(param.requires_grad for param in self.places)
+        return self.sent
+
+    def start(self, param: Tensor) -> int:
+        """Returns the parameter's first element in ``flat``."""
+        return self.places[param].storage_offset()
+
+    def lay(self, param: Tensor, start: int, like: Tensor) -> None:
+        """Moves a parameter to its place, with the order of dimensions of ``like``."""
+        self.places[param] = view_in(self.flat, start, like)
+        param.data = self.places[param].copy_(param.detach())
+
+    def is_moved(self, called: Callable[[Tensor], str]) -> bool:
+        """Returns whether the memory of a parameter was replaced (``p.data = ...``).
+
+        Raises:
+            RuntimeError: the shape, dtype or device of a parameter has changed; names it.
+        """
+        for param, place in self.places.items():
+            is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))
+            if is_now != was:
+                raise RuntimeError(
+                    f"{called(param)}, {param.dtype} on {param.device}, had shape "
+                    f"{tuple(place.shape)}, {place.dtype} on {place.device}: build the optimizer "
+                    f"after changing or moving the model"
+                )
+        return any(p.data_ptr() != at.data_ptr() for p, at in self.places.items() if p.numel())
+
+    @torch.no_grad()
+    def lay_anew(self) -> None:
+        """Moves all parameters to other memory: the user may hold the memory they had."""
+        self.flat = torch.zeros_like(self.flat)
+        for param, place in self.places.items():
+            self.lay(param, place.storage_offset(), place)
+        for part in self.parts:
+            old = part.tensor
+            old.data = self.flat.as_strided(old.shape, old.stride(), old.storage_offset())

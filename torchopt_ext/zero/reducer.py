@@ -2,22 +2,107 @@
 
 import bisect
 import copy
-from typing import Any, Self
+import weakref
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchopt_ext._torch import call_at_end_of_backward, current_node, graph_task
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.state.collective import collective, comm_device, run, wait
-from torchopt_ext.zero.backward import BackwardPasses
-from torchopt_ext.zero.bucket import Bucket
 from torchopt_ext.zero.parameters import Parameters
-from torchopt_ext.zero.part import in_memory_order
+from torchopt_ext.zero.part import Bucket, in_memory_order
 from torchopt_ext.zero.ranks import Ranks
 
 IN_FLIGHT = 2
 """The maximum number of reductions under way. Each holds a bucket's gradients of all ranks."""
+
+
+class BackwardPasses:
+    """Detects where backward passes begin and end, and orders the reducers of a process group.
+
+    A pass ends with the outermost backward call. Reentrant activation checkpointing runs a graph
+    task inside a node of another task. The inner task's callbacks see this node as the current node
+    (NodeGuard in torch/csrc/autograd/engine.cpp). The outermost task's final callbacks see none.
+
+    All ranks start a group's collectives in the same order: that in which reducers were built.
+    Ranks may use different parameters and complete the buckets of several reducers in different
+    orders, so reducers wait for the end of the pass. Only the first of them may start earlier, once
+    all ranks know it as the first: they may drop an earlier reducer at different times.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, "BackwardPasses"]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._reducers: weakref.WeakSet[Any] = weakref.WeakSet()  # all of the group
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()  # those in the current pass
+        self._task: int | None = None  # the graph task of the last gradient
+        # Final callbacks by graph task. Only the task keeps a callback alive: an error drops it.
+        self._callbacks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, group: Any) -> "BackwardPasses":
+        return cls._of.setdefault(group, cls())
+
+    def add(self, reducer: Any) -> None:
+        """Gives a reducer the next number."""
+        reducer.number = self._count
+        reducer.early = self._count == 0
+        self._count += 1
+        self._reducers.add(reducer)
+
+    def is_first(self, reducer: Any) -> bool:
+        """Returns whether this rank holds no earlier reducer."""
+        return reducer.number == min(other.number for other in self._reducers)
+
+    def enter(self, reducer: Any) -> bool:
+        """Records a gradient. Returns whether it is the reducer's first in this pass."""
+        task = graph_task()
+        if task != self._task:
+            if not self._callbacks:  # an error has ended the previous pass
+                self.end()
+            self._task = task
+            self._call_at_end_of(task)
+        if reducer in self._members:
+            return False
+        self._members.add(reducer)
+        return True
+
+    def _call_at_end_of(self, task: int) -> None:
+        if task < 0 or task in self._callbacks:
+            return
+        here = weakref.ref(self)
+
+        def ended() -> None:
+            passes, node = here(), current_node()
+            if passes is None:
+                return
+            if node is None:
+                passes.end()
+                return
+
+            def left(*_: Any) -> None:
+                passes = here()
+                if passes is not None:
+                    passes._callbacks.pop(-1, None)
+                    passes._call_at_end_of(graph_task())
+
+            node.register_hook(left)
+            passes._callbacks[-1] = left
+
+        self._callbacks[task] = ended
+        call_at_end_of_backward(ended)
+
+    def end(self) -> None:
+        """Ends the pass. Every reducer starts its remaining reductions."""
+        members = sorted(self._members, key=lambda member: member.number)
+        self._members.clear()
+        self._task = None
+        for reducer in members:
+            reducer.reduce_rest()
 
 
 class Reducer:
@@ -28,16 +113,13 @@ class Reducer:
     from last to first, in the same order on every rank. :meth:`finish` reduces in the same way what
     parameters still have in ``grad``: gradients that were set by hand, that came before the
     parameter's hook or group, or that DDP has not reduced.
-
-    ``hooks`` are put on the parameters. ``buckets`` grows when a group is added.
     """
 
     def __init__(
         self, ranks: Ranks, params: Parameters, buckets: list[Bucket], *, hooks: bool
     ) -> None:
-        self.ranks = ranks
-        self.params = params
-        self.buckets = buckets
+        self.ranks, self.params = ranks, params
+        self.buckets = buckets  # grows when a group is added
         self.hooks = hooks
         self.active = hooks  # the reducer receives the gradients
         self.bucket_of: dict[Tensor, Bucket] = {}
@@ -66,14 +148,12 @@ class Reducer:
 
     def hook_trainable(self) -> None:
         """Puts hooks on parameters that have become trainable."""
-        if not self.hooks:
-            return
         hook = WeakHook(self, "_on_gradient")
-        found = [p for p in self.bucket_of if p.requires_grad and p not in self._hooked]
-        for param in found:
-            hooked: Any = param
-            self._handles.append(hooked.register_post_accumulate_grad_hook(hook))
-        self._hooked.update(found)
+        params: list[Any] = [*self.bucket_of] if self.hooks else []
+        for param in params:
+            if param.requires_grad and param not in self._hooked:
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooked.add(param)
 
     def _on_gradient(self, param: Tensor) -> None:
         gradient = param.grad
@@ -114,9 +194,8 @@ class Reducer:
             )
             gradient = torch.zeros_like(param)
         flat = in_memory_order(gradient, param)
-        start = bucket.starts[param]
+        start, cuts = bucket.start(param), bucket.cuts
         end = start + flat.numel()
-        cuts = bucket.cuts
         for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
             lo, hi = max(cuts[rank], start), min(cuts[rank + 1], end)
             first = rank * bucket.window + lo - cuts[rank]
@@ -229,7 +308,7 @@ class Reducer:
             for part in bucket.parts:
                 part.tensor.grad = None
                 if bucket.grad is not None and part.param in self.present:
-                    begin = bucket.starts[part.param] + part.begin - bucket.cuts[self.ranks.rank]
+                    begin = bucket.start(part.param) + part.begin - bucket.cuts[self.ranks.rank]
                     like = part.tensor
                     like.grad = bucket.grad.as_strided(like.shape, like.stride(), begin)
 

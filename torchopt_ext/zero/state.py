@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.state.collective import all_gather_text, fail_together
-from torchopt_ext.state.entries import CONTROL_KEY, control_entry, converted
+from torchopt_ext.state.entries import CONTROL_KEY, control_entry
 from torchopt_ext.state.moments import fit_moments, has_codes
 from torchopt_ext.state.params import params_of
 from torchopt_ext.state.quantized import CODES, can_quantize
-from torchopt_ext.state.storage import Storage
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import (
     Loaded,
@@ -30,10 +29,9 @@ from torchopt_ext.statedict.loaded import (
     read_indexed,
 )
 from torchopt_ext.statedict.low_bit import dequantized
-from torchopt_ext.zero.exchange import Entry, gather_entries
-from torchopt_ext.zero.functional import FunctionalFused
-from torchopt_ext.zero.local_optimizer import LocalOptimizer, copy_settings
-from torchopt_ext.zero.part import Part, in_memory_order
+from torchopt_ext.zero.exchange import gather_entries
+from torchopt_ext.zero.local_optimizer import LocalOptimizer
+from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.state_shard import StateShard
 
 Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
@@ -46,15 +44,11 @@ def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
     The entries include the control block, because a rank without parameters has one, too.
     """
     parts, optimizer = local.parts, local.optimizer
-    numbers = {part.tensor: number for number, part in enumerate(parts)}
     for key in [key for key, entry in optimizer.state.items() if entry == {}]:
         del optimizer.state[key]  # a lookup has made it, perhaps of another rank's parameter
-    if hasattr(optimizer, "state_dict"):
-        extra = dict(optimizer.state_dict())
-        state = extra.pop("state")
-        del extra["param_groups"]
-    else:  # a functional optimizer
-        extra, state = {}, {numbers[param]: entry for param, entry in optimizer.state.items()}
+    extra = dict(optimizer.state_dict())
+    state = extra.pop("state")
+    del extra["param_groups"]
     if local.is_fused:
         extra[CONTROL_KEY] = control_entry(optimizer.saved_control())
     index_of = {param: index for index, param in enumerate(params_of(local.params))}
@@ -62,8 +56,8 @@ def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
     for number, part in enumerate(parts):
         for name, value in (state.get(number) or {}).items():
             if name != CONTROL_KEY:
-                own = pieces.setdefault(index_of[part.param], {})
-                own.setdefault(name, []).append((part.of_entry(name), value))
+                by_name = pieces.setdefault(index_of[part.param], {})
+                by_name.setdefault(name, []).append((part.of_entry(name), value))
     return pieces, extra
 
 
@@ -71,15 +65,12 @@ def consolidated(local: LocalOptimizer, to: int) -> tuple[Any, ...]:
     """Gathers all state on rank ``to``, by parameter index, and further entries; () elsewhere."""
     with fail_together(local.ranks.group):
         pieces, extra = local_state(local)
-    entries = []
-    for index, own in pieces.items():
-        for name, of_name in own.items():
-            for part, value in of_name:
-                entry = Entry(index, name, value)
-                if part.divides(value):
-                    entry.whole, entry.begin = part.param, part.begin
-                    entry.value = in_memory_order(value, part.tensor)
-                entries.append(entry)
+    entries = [
+        (index, name, part, value)
+        for index, by_name in pieces.items()
+        for name, of_name in by_name.items()
+        for part, value in of_name
+    ]
     gathered = gather_entries(entries, to, local.ranks.group)
     return () if gathered is None else (gathered, extra)
 
@@ -173,34 +164,23 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
             control: dict[str, Any] = next(filter(None, controls), {})
             fields = optimizer.control_to_load(control, max(counted), max(made))
             optimizer.take_loaded(Loaded(loaded.slots, loaded.groups), fields)
-        elif hasattr(optimizer, "load_state_dict"):
+        else:
             state = {n: slot.entry for n, slot in enumerate(loaded.slots) if slot.entry}
-            own = {"state": state, "param_groups": numbered(loaded.groups)}
-            load_whole(optimizer, loaded.extra | own)
-        else:  # a functional optimizer; torch's keep their step counts on the CPU
-            at = None if isinstance(optimizer, FunctionalFused) else "cpu"
-            optimizer.state = {
-                slot.param: {
-                    name: converted(name, value, slot.param, Storage(), at)
-                    for name, value in slot.entry.items()
-                }
-                for slot in loaded.slots
-                if slot.entry
-            }
-            copy_settings(loaded.groups, optimizer.param_groups)
+            part = {"state": state, "param_groups": numbered(loaded.groups)}
+            load_whole(optimizer, loaded.extra | part)
         local.sync()
     return any(have_state)
 
 
-def sharded(local: LocalOptimizer, *, elsewhere: bool) -> dict[str, Any]:
+def sharded(local: LocalOptimizer, *, consolidated: bool) -> dict[str, Any]:
     """Returns this rank's part of the state dict; tensors are StateShards.
 
-    ``elsewhere``: another rank gives the whole tensors to DCP.
+    ``consolidated``: another rank gives the whole tensors to DCP.
     """
     pieces, extra = local_state(local)
     state = {
-        index: {name: joined(of_name, elsewhere) for name, of_name in own.items()}
-        for index, own in sorted(pieces.items())
+        index: {name: joined(of_name, consolidated) for name, of_name in by_name.items()}
+        for index, by_name in sorted(pieces.items())
     }
     # Every rank's first parameter has the control block's fields, which all ranks read.
     result: dict[str, Any] = dcp.storable(packed(local.params.param_groups, state, extra))

@@ -74,7 +74,7 @@ class WholeTensors:
         """This rank's parameters, group by group."""
         return [group[self.ranks.rank] for group in self.params]
 
-    hides_gradients = holds_gradients = False  # steps take the parameters' own gradients
+    gradients_are_sharded = holds_gradients = False  # steps take the parameters' own gradients
 
     def finish_step(self) -> None:
         """Does nothing: the local step leaves nothing to clean up."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchopt_ext.zero.metadata import decode, encode
+from torchopt_ext.zero.exchange import decode, encode
 
 WHERE = "state of parameter 3"
 
