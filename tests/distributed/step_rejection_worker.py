@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import difference, gathered, run_cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import LBFGS, SGD, AdamW
-from zero_faults_common import Result, clones, give_gradients, outcome, parameters
+from zero_common import parameters
 
+from tests.support.compare import contents, difference
+from tests.support.problems import params_of, set_gradients
+from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import rejection
@@ -42,18 +46,21 @@ FAULTS = {  # by fault: a part of its kinds' names, "" for all kinds
     "frozen": "",
 }
 
-SOON = 20  # seconds; the group waits for 60
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """Returns the name and message of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def check(name: str, case: Callable[[], Result]) -> None:
-    other, rejecting = both = gathered(case())
-    assert all(found["went on"] and found["seconds"] < SOON for found in both)
-    assert other["raised"] == "RuntimeError"
-    assert "rank 1 rejected the step" in other["message"]
-    assert rejecting["raised"]
-    assert "rejected the step" not in rejecting["message"]
-    # torch's AdamW finds sparse gradients in the middle of its step.
-    assert name.startswith("AdamW, sparse") or not any(found["changed"] for found in both)
+def check(error: tuple[str, str]) -> None:
+    """Asserts that rank 1 has raised its error, and rank 0 one that names rank 1."""
+    (kind, message), rejecting = gathered(error)
+    assert kind == "RuntimeError" and "rank 1 rejected the step" in message, (kind, message)
+    assert rejecting[0] and "rejected the step" not in rejecting[1], rejecting
 
 
 def failing() -> None:
@@ -67,10 +74,8 @@ def with_warnings_as_errors(call: Callable[[], Any]) -> Any:
 
 
 def content(optimizer: Any) -> Any:
-    params = [local(param) for group in optimizer.param_groups for param in group["params"]]
     state = getattr(optimizer, "optim", optimizer).state.values()
-    made = [entry for entry in state if entry and entry.get("step")]
-    return clones([params, [{name: local(value) for name, value in e.items()} for e in made]])
+    return contents([params_of(optimizer), [e for e in state if e and e.get("step")]])
 
 
 def local(tensor: Any) -> Any:
@@ -103,33 +108,40 @@ def spoil(optimizer: Any, params: Any, fault: str) -> Callable[[], Any]:
     return partial(optimizer.step, failing) if fault == "closure" else optimizer.step
 
 
-def rejected(optimizer: Any, params: Any, fault: str, backward: Callable[[], Any]) -> Result:
-    """Takes a step that rank 1 rejects, and a good step after it."""
+def rejected(
+    optimizer: Any, params: Any, fault: str, backward: Callable[[], Any], changes: bool = False
+) -> None:
+    """Takes a step that rank 1 rejects, and a good step after it.
+
+    ``changes``: the other rank may have made its part of the step.
+    """
     backward()
     before, memory = content(optimizer), params[0].data
     call = spoil(optimizer, params, fault) if dist.get_rank() == 1 else optimizer.step
-    found = outcome(call if fault != "clip" else lambda: optimizer.clip_grad_norm_(1.0))
+    check(outcome(call if fault != "clip" else lambda: optimizer.clip_grad_norm_(1.0)))
     if fault == "shape":
         params[0].data = memory
     vars(optimizer).pop("grad_scale", None)
     for group in optimizer.param_groups:
         group["lr"] = 0.01
-    found["changed"] = difference(content(optimizer), before)
+    assert changes or difference(content(optimizer), before) == ""
     optimizer.zero_grad()
     backward()
     optimizer.step()
-    return found | {"went on": difference(content(optimizer), before) != ""}
+    assert difference(content(optimizer), before)
 
 
-def of_zero(kind: str, fault: str, options: dict[str, Any]) -> Result:
+def of_zero(kind: str, fault: str, options: dict[str, Any]) -> None:
     cls, defaults = KINDS[kind]
     params = parameters()
     params[-1].requires_grad_(fault != "frozen")
     zero = ZeroRedundancyOptimizer(params, cls, lr=0.01, **defaults, **options)
-    return rejected(zero, params, fault, partial(give_gradients, params, 0))
+    backward = partial(set_gradients, [p for p in params if p.requires_grad])
+    # torch's AdamW finds sparse gradients in the middle of its step.
+    rejected(zero, params, fault, backward, changes=(kind, fault) == ("AdamW", "sparse"))
 
 
-def of_reducer(fault: str) -> Result:
+def of_reducer(fault: str) -> None:
     """Steps with a reducer. By default, backward on rank 1 hands it a sparse gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
@@ -143,10 +155,10 @@ def of_reducer(fault: str) -> Result:
         embedding.sparse = not fault and dist.get_rank() == 1 and not embedding.sparse
         model(torch.tensor([1, 2])).sum().backward()
 
-    return rejected(zero, list(model.parameters()), fault, backward)
+    rejected(zero, list(model.parameters()), fault, backward)
 
 
-def of_lbfgs() -> Result:
+def of_lbfgs() -> None:
     """Steps by LBFGS while rank 1's closure fails in its second call, after ranks have agreed."""
     params = parameters([(4,), (4,)])
     zero = ZeroRedundancyOptimizer(params, LBFGS, max_iter=4)
@@ -162,9 +174,9 @@ def of_lbfgs() -> Result:
         torch.autograd.backward(loss)
         return loss
 
-    found = outcome(lambda: zero.step(closure)) | {"changed": ""}  # other ranks' parts have changed
+    check(outcome(lambda: zero.step(closure)))
     ZeroRedundancyOptimizer(params, SGD, lr=0.1).step(closure)  # LBFGS cannot go on by itself
-    return found | {"went on": difference(content(zero), before) != ""}
+    assert difference(content(zero), before)
 
 
 def fails_after_the_step(kind: str, partition: str) -> None:
@@ -172,25 +184,24 @@ def fails_after_the_step(kind: str, partition: str) -> None:
     cls, defaults = KINDS[kind]
     params = parameters()
     zero = ZeroRedundancyOptimizer(params, cls, lr=0.01, partition=partition, **defaults)
-    before = clones(params)
+    before = contents(params)
     if dist.get_rank() == 1:
         handle = zero.optim.register_step_post_hook(lambda *_: failing())
-    give_gradients(params, 0)
-    found = outcome(zero.step)
-    assert found["seconds"] < SOON
-    assert (found["raised"] == "ZeroDivisionError") == (dist.get_rank() == 1)
+    set_gradients(params)
+    with pytest.raises(ZeroDivisionError) if dist.get_rank() == 1 else suppress(RuntimeError):
+        zero.step()
     if dist.get_rank() == 1:
         handle.remove()
-    for step in (1, 2):
-        assert difference(clones(params), before)
+    for seed in (1, 2):
+        assert difference([p.detach() for p in params], [p.detach() for p in before])
         first, second = gathered([param.tolist() for param in params])
         assert first == second
-        before = clones(params)
-        give_gradients(params, step)
+        before = contents(params)
+        set_gradients(params, seed=seed)
         zero.step()
 
 
-def of_ours(base: str, where: str, fault: str) -> Result:
+def of_ours(base: str, where: str, fault: str) -> None:
     """Steps FusedAdamW, or FSDPadaptOptimizer over it or AdamW, with a group or a mesh."""
     params = parameters()
     options: dict[str, Any] = {}
@@ -223,81 +234,70 @@ def of_ours(base: str, where: str, fault: str) -> Result:
             optimizer.backward(loss)
         first = False
 
-    return rejected(optimizer, params, fault, backward)
+    rejected(optimizer, params, fault, backward)
 
 
-def known_later() -> Result:
-    """Steps as on a GPU, where rank 0 learns of the rejection only in its next step."""
-    params = parameters()
-    group = dist.new_group()
-    optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=group)
-    optimizer.set_loss_scale(8.0)
-    before = content(optimizer)
-    give_gradients(params, 0)
-    answers = iter([False])  # not known at the end of the rejected step
-    end = SimpleNamespace(query=lambda: next(answers, True))
+@contextmanager
+def as_on_a_gpu(query: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Lets the host not know the flags of a step at its end, until ``query`` says so."""
+    end = SimpleNamespace(query=query, synchronize=lambda: None)
     with (
         mock.patch.object(rejection.Verdict, "is_known", return_value=False),
         mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
     ):
-        if rejects := dist.get_rank() == 1:
-            found = outcome(spoil(optimizer, params, "sparse"))
-        else:
-            optimizer.step()
+        yield
+
+
+def known_later() -> None:
+    """Rank 0 learns of the rejection only in its next step, which it makes before it raises."""
+    params, rejects = parameters(), dist.get_rank() == 1
+    optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=dist.new_group())
+    optimizer.set_loss_scale(8.0)
+    before = content(optimizer)
+    set_gradients(params)
+    answers = iter([False])  # not known at the end of the rejected step
+    with as_on_a_gpu(lambda: next(answers, True)):
+        first = outcome(spoil(optimizer, params, "sparse") if rejects else optimizer.step)
         changed = difference(content(optimizer), before)
-        give_gradients(params, 1)
-        if rejects:
-            optimizer.step()
-        else:
-            found = outcome(optimizer.step)  # makes the step, then raises
+        set_gradients(params, seed=1)
+        second = outcome(optimizer.step)
+    check(first if rejects else second)
+    assert not changed and not (second if rejects else first)[0]
     control = optimizer.control
     counts = [float(c) for c in (control.steps, control.skipped_steps, control.loss_scale)]
     assert counts == [2.0, 1.0, 4.0]
     assert len(set(gathered(float(control.grad_norm)))) == 1
-    return found | {"changed": changed, "went on": difference(content(optimizer), before) != ""}
 
 
-def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> Result:
-    """Steps ZeRO where the host has to wait for the flags, as on a GPU."""
-    end = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
-    with (
-        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
-        mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
-    ):
-        return of_zero(kind, fault, options)
+def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> None:
+    with as_on_a_gpu():
+        of_zero(kind, fault, options)
+
+
+OURS = [
+    *(("FusedAdamW", "group", fault) for fault in ("setting", "scaler", "sparse")),
+    ("adapted AdamW", "group", "sparse"),
+    *(("FusedAdamW", "mesh", fault) for fault in ("setting", "warning")),
+    *(("adapted FusedAdamW", "mesh", fault) for fault in ("setting", "unscaled")),
+    *(("adapted AdamW", "mesh", fault) for fault in ("unscaled", "plain")),
+]
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    found: dict[str, Callable[[], Result]] = {"later": known_later, "LBFGS": of_lbfgs}
+    found: dict[str, Callable[[], None]] = {"later": known_later, "LBFGS": of_lbfgs}
     for fault in ("", "frozen", "hook", "setting"):
         found[f"reducer, {fault}"] = partial(of_reducer, fault)
     for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):
         found[f"AdamW, frozen, {options}"] = partial(of_zero, "AdamW", "frozen", options)
-    for kind in KINDS:
-        for fault, kinds in FAULTS.items():
-            if kinds in kind:
-                balanced = {"partition": "balanced"} if fault == "shape" else {}
-                given = kind, fault, balanced
-                found[f"{kind}, {fault}"] = partial(of_zero, *given)
-                found[f"{kind}, {fault} on a GPU"] = partial(of_zero_on_a_gpu, *given)
-    for fault in ("setting", "scaler", "sparse"):
-        found[f"FusedAdamW over a group, {fault}"] = partial(of_ours, "FusedAdamW", "group", fault)
-    for base, fault in (
-        ("FusedAdamW", "setting"),
-        ("FusedAdamW", "warning"),
-        ("adapted FusedAdamW", "setting"),
-        ("adapted FusedAdamW", "unscaled"),
-        ("adapted AdamW", "unscaled"),
-        ("adapted AdamW", "plain"),
-    ):
-        found[f"{base} over a mesh, {fault}"] = partial(of_ours, base, "mesh", fault)
-    found["adapted AdamW over a group, sparse"] = partial(
-        of_ours, "adapted AdamW", "group", "sparse"
-    )
-    checked = {name: partial(check, name, case) for name, case in found.items()}
+    for kind, (fault, kinds) in product(KINDS, FAULTS.items()):
+        if kinds in kind:
+            given = kind, fault, {"partition": "balanced"} if fault == "shape" else {}
+            found[f"{kind}, {fault}"] = partial(of_zero, *given)
+            found[f"{kind}, {fault} on a GPU"] = partial(of_zero_on_a_gpu, *given)
+    found |= {f"{', '.join(each)}": partial(of_ours, *each) for each in OURS}
     for kind, partition in product(("FusedAdamW", "AdamW"), ("greedy", "balanced")):
-        checked[f"{kind}, {partition}, after"] = partial(fails_after_the_step, kind, partition)
-    return checked
+        found[f"{kind}, {partition}, after"] = partial(fails_after_the_step, kind, partition)
+    return found
 
 
 if __name__ == "__main__":

@@ -42,12 +42,12 @@ def worker(
         worker("state_dicts", (2,), NEWEST, SLOW, kind="complete"),
         worker("step_engine", (2, 4)),
         worker("step_rejection", (2,), NEWEST, seconds=300),
-        worker("zero_checkpoint", (1, 4, 3, 2), NEWEST, seconds=240),
         worker("zero_exchange", (3,), NEWEST),
-        worker("zero_faults", (2, 4), NEWEST),
         worker("zero_groups", (4,)),
-        worker("zero_misuse", (2,)),
         worker("zero_random", (2,)),
+        worker("zero_rejected", (2,), NEWEST),
+        worker("zero_state", (4,), NEWEST, seconds=240),
+        worker("zero_training", (2, 4)),
     ],
 )
 def test_all_cases_pass(

@@ -6,34 +6,24 @@ Every rank asserts that it ends where an optimizer over all ranks' data ends.
 from __future__ import annotations
 
 import gc
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
-from zero_faults_common import furthest, layers
+from zero_common import furthest, layers
 
+from tests.support.ranks import run_cases
 from torchopt_ext import FusedAdamW, GradScaler
-from torchopt_ext.zero import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    load_sharded,
-    reduce_scatter_hook,
-    sharded_state_dict,
-)
+from torchopt_ext.zero import ZeroRedundancyOptimizer, hook_with_zero_step, reduce_scatter_hook
 
 BALANCED = {"partition": "balanced", "bucket_elements": 64}
 SHARDED = {**BALANCED, "sharded_gradients": True}
@@ -231,30 +221,6 @@ def set_by_hand(hook: bool) -> None:
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def worlds() -> None:
-    """Subgroups of 2, 3, 4 and 1 ranks load the previous group's checkpoint, step and save."""
-    rank, path, plain = dist.get_rank(), Path(sys.argv[1]) / "worlds", layers(2)
-    optimizer = FusedAdamW(plain.parameters(), lr=1e-2)
-    model = layers(2)
-    for world in ([2, 3], [1, 2, 3], [0, 1, 2, 3], [1]):
-        group = dist.new_group(world)
-        model.load_state_dict(plain.state_dict())
-        if rank in world:
-            zero = adam(model.parameters(), process_group=group, **SHARDED)
-            if len(world) != 2:
-                load_sharded(zero, dcp.FileSystemReader(path))
-        plain(torch.ones(2, 70)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank in world:
-            model(torch.ones(2, 70)).sum().backward()
-            zero.step()
-            state = {"optimizer": sharded_state_dict(zero)}
-            dcp.save(state, checkpoint_id=path, process_group=group)
-            assert furthest(model, plain) <= ROUNDING
-        dist.barrier()
-
-
 def subgroups() -> None:
     """The hook averages over DDP's ranks: an optimizer of other ranks is rejected."""
     rank = dist.get_rank()
@@ -274,35 +240,6 @@ def subgroups() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert furthest(model, twin) <= ROUNDING
-
-
-def handles() -> dict[str, int]:
-    gc.collect()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "groups": len(dist.distributed_c10d._world.pg_map),
-    }
-
-
-def dropped() -> None:
-    """Dropped optimizers with reduced gradients leave no handles."""
-
-    def train() -> None:
-        models = layers(1), layers(1)
-        hooked = adam(models[0].parameters(), **BALANCED)
-        ddp = DDP(models[0])
-        ddp.register_comm_hook(None, reduce_scatter_hook(hooked))
-        zero = adam(models[1].parameters(), **SHARDED)
-        (ddp(torch.ones(2, 70)) + models[1](torch.ones(2, 70))).sum().backward()
-        hooked.step()
-        zero.step()
-
-    train()
-    before = handles()
-    for _ in range(10):
-        train()
-    assert handles() == before
 
 
 # ---- uneven inputs -------------------------------------------------------------------------------
@@ -427,9 +364,7 @@ def cases() -> dict[str, Callable[[], None]]:
         },
         "set by hand, hooks": lambda: set_by_hand(False),
         "set by hand, DDP": lambda: set_by_hand(True),
-        "worlds": worlds,
         "subgroups": subgroups,
-        "dropped": dropped,
         "uneven greedy": uneven,
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),
         "uneven bucket view": lambda: uneven(parameters_as_bucket_view=True),

@@ -153,7 +153,7 @@ class BalancedBuckets:
             self.reducer.finish()  # first: the code below may raise while other ranks wait
         if self.ranks.size > 1:
             self.params.check_frozen(self._unsent)
-        self._follow_memory()
+        self.follow_memory()
         if self.reducer.active:
             return
         _C.share_gradients(*self._whole)
@@ -184,7 +184,7 @@ class BalancedBuckets:
         _C.increment_versions(self._laid)
         self._marks.renew(self._laid, self._laid)
 
-    def _follow_memory(self) -> None:
+    def follow_memory(self) -> None:
         """Lays buckets anew if the memory of their parameters was replaced (``p.data = ...``)."""
         if _C.addresses(self._laid) != self._places:
             self.params.check_untied()
@@ -195,7 +195,7 @@ class BalancedBuckets:
 
     def written(self) -> list[Tensor]:
         """Returns this rank's parts of parameters that were written to since the last step."""
-        self._follow_memory()
+        self.follow_memory()
         params = {self._laid[i] for i in self._marks.renew(self._laid, self._laid)}
         return [tensor for tensor, part in self._part_of.items() if part.param in params]
 

@@ -64,6 +64,7 @@ class LocalOptimizer:
         """
         if not self.partition.mine:
             raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
+        self.partition.follow_memory()  # parts are elements in the order in which they lie there
         return [self.partition.part_of(param) for param in chain(*self.partition.mine)]
 
     @property

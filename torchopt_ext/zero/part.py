@@ -94,6 +94,11 @@ class Bucket:
         self.sent = self.sent or any(param.requires_grad for param in self.places)
         return self.sent
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter's gradient has arrived."""
+        return all(p in self.arrived or not p.requires_grad for p in self.places)
+
     def start(self, param: Tensor) -> int:
         """Returns the parameter's first element in ``flat``."""
         return self.places[param].storage_offset()

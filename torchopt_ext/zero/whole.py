@@ -79,6 +79,9 @@ class WholeTensors:
     def finish_step(self) -> None:
         """Does nothing: the local step leaves nothing to clean up."""
 
+    def follow_memory(self) -> None:
+        """Does nothing: parts are whole, wherever their parameters lie."""
+
     def written(self) -> list[Tensor]:
         """Returns nothing: the local optimizer steps the parameters, and sees writes itself."""
         return []
