@@ -113,7 +113,7 @@ smoke: $(VENV)/.installed ## Run a few tests of everything, such as with TORCH=2
 	$(PYTEST) -m "$(TIER)" tests/python/test_packaging.py tests/python/containers/test_checkpoint.py \
 		'tests/distributed/test_workers.py::test_all_cases_pass[containers_dcp]' \
 		'tests/distributed/test_workers.py::test_all_cases_pass[step_engine]' \
-		'tests/distributed/test_workers.py::test_all_cases_pass[zero_misuse]'
+		'tests/distributed/test_workers.py::test_all_cases_pass[zero_training]'
 
 test-sanitize: $(VENV)/.requirements ## Run the C++ tests under AddressSanitizer and UBSan
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \

@@ -1,21 +1,23 @@
-"""Cases of the sharded step, run on every rank by test_zero_sharded.py.
+"""Cases of test_workers.py: a sharded step has the bits of one process, however gradients come.
 
-Gradients are small integers, so averages over ranks are exact, and every world size, partition and
-way to reduce must end with the same bits.
+Gradients are small integers, so averages over ranks are exact. DDP divides by the number of ranks
+before it adds, which rounds for three ranks: there one process has DDP's averages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import digest, run_cases
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_common import Cases, layers, raises, whole_state
 
+from tests.support.compare import assert_same
+from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
@@ -26,34 +28,42 @@ SHAPES = [
 ]  # fmt: skip
 STEPS = 6
 OVERFLOW_STEP = 3
+BF16 = {"dtype": torch.bfloat16}
+HELD: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "master": BF16 | {"master_weights": "fp32"},
+    "remainder": BF16 | {"master_weights": "remainder"},
+    "stochastic": BF16 | {"stochastic_rounding": True, "rounding_seed": 7},
+    "int8": BF16 | {"master_weights": "remainder8", "state_dtype": "int8"},
+}
 
 
-class Model(torch.nn.Module):
+class Model(nn.Module):
     """Parameters whose gradients are the tensors given to ``forward``."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.weights = torch.nn.ParameterList()
+        self.weights = nn.ParameterList()
         for shape in SHAPES:
             weight = torch.randn(shape)
             if len(shape) == 4:
                 weight = weight.to(memory_format=torch.channels_last)
-            self.weights.append(torch.nn.Parameter(weight.to(dtype)))
+            self.weights.append(nn.Parameter(weight.to(dtype)))
 
-    def forward(self, grads: list[Tensor | None]) -> Tensor:
-        used = [(w * g).sum() for w, g in zip(self.weights, grads, strict=True) if g is not None]
-        return torch.stack(used).sum()
+    def forward(self, gradients: list[Tensor | None]) -> Tensor:
+        pairs = zip(self.weights, gradients, strict=True)
+        return torch.stack([(w * g).sum() for w, g in pairs if g is not None]).sum()
 
 
-def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tensor | None]:
-    """Returns a rank's gradients. The mean over ranks is the same for every world size."""
+def gradients(step: int, rank: int) -> list[Tensor | None]:
+    """Returns a rank's gradients. One of rank 0 overflows in a step."""
     generator = torch.Generator().manual_seed(step)
-    found: list[Tensor | None] = []
-    for weight in model.weights:
-        mean = torch.randint(-4, 5, weight.shape, generator=generator)
-        sign = 0 if world_size % 2 and rank == world_size - 1 else 1 - 2 * (rank % 2)
-        found.append((mean + sign).to(weight.dtype))
+    size, found = dist.get_world_size(), list[Tensor | None]()
+    for shape in SHAPES:
+        common = torch.randint(-4, 5, shape, generator=generator).float()
+        sign = 0 if size % 2 and rank == size - 1 else 1 - 2 * (rank % 2)
+        found.append(common + sign)
     if step == OVERFLOW_STEP and rank == 0:
         last = found[-2]
         assert last is not None
@@ -61,231 +71,204 @@ def gradients(model: Model, step: int, rank: int, world_size: int) -> list[Tenso
     return found
 
 
-def mean(model: Model, step: int, world_size: int) -> list[Tensor | None]:
-    """Returns the average of all ranks' gradients."""
-    ranks = [gradients(model, step, rank, world_size) for rank in range(world_size)]
-    return [
-        (torch.stack([g for g in same if g is not None]).double().sum(0) / world_size).to(w.dtype)
-        for same, w in zip(zip(*ranks, strict=True), model.weights, strict=True)
-    ]
+def mean(step: int) -> list[Tensor | None]:
+    """Returns the average of all ranks' gradients, over those that use a parameter or not."""
+    of_ranks = [gradients(step, rank) for rank in range(dist.get_world_size())]
+    return [sum(same) / len(of_ranks) for same in zip(*of_ranks, strict=True)]  # type: ignore
 
 
-def settings(held: str) -> tuple[torch.dtype, dict[str, Any]]:
-    common: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 20.0, "skip_nonfinite": True}
-    if held == "fp32":
-        return torch.float32, common
-    if held == "stochastic":
-        return torch.bfloat16, common | {"stochastic_rounding": True, "rounding_seed": 7}
-    if held == "int8":
-        return torch.bfloat16, common | {"master_weights": "remainder8", "state_dtype": "int8"}
-    return torch.bfloat16, common | {"master_weights": {"master": "fp32"}.get(held, held)}
-
-
-def outcome(model: Model, optimizer: Any, norms: list[float]) -> dict[str, Any]:
-    state = optimizer.state_dict()["state"] if isinstance(optimizer, FusedAdamW) else None
-    if state is None:
-        optimizer.consolidate_state_dict(to=0)
-        state = optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
-    entries = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
-    return {
-        "params": digest(list(model.parameters())),
-        "local": {"state": digest(entries), "entries": len(entries)},
-        "norms": [norm.hex() for norm in norms],
-        "strides": [list(p.stride()) for p in model.parameters()],
-    }
-
-
-def build(model: Model, held: str, partition: str, how: str = "averaged") -> Any:
-    kwargs = settings(held)[1]
+def build(model: Model, partition: str, how: str, held: str = "fp32", **more: Any) -> Any:
+    kwargs: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 20.0, "skip_nonfinite": True}
+    kwargs |= {key: value for key, value in HELD[held].items() if key != "dtype"} | more
+    weights = list(model.weights)
     groups: list[dict[str, Any]] = [
-        {"params": list(model.weights)[:4], "weight_decay": 0.1},
-        {"params": list(model.weights)[4:-1], "weight_decay": 0.0},
-        {"params": list(model.weights)[-1:], "weight_decay": 0.2},
+        {"params": weights[:4], "weight_decay": 0.1},
+        {"params": weights[4:-1], "weight_decay": 0.0},
+        {"params": weights[-1:], "weight_decay": 0.2},
     ]
     if partition == "none":
         return FusedAdamW(groups, **kwargs)
     if partition == "balanced":
         kwargs |= {"bucket_elements": 1 << 12, "sharded_gradients": how == "sharded"}
-    return ZeroRedundancyOptimizer(groups, FusedAdamW, partition=partition, **kwargs)
+    zero: Any = ZeroRedundancyOptimizer(groups, FusedAdamW, partition=partition, **kwargs)
+    if how == "gathered":  # as on NCCL
+        zero.partition.gathers = True
+    return zero
 
 
-def train(held: str, partition: str, how: str = "averaged", passes: int = 1) -> dict[str, Any]:
-    """Trains with gradients averaged by ``how``. "gathered" gathers parameters as on NCCL."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Model(settings(held)[0])
-    optimizer = build(model, held, partition, how)
-    if how == "gathered":
-        optimizer.partition.gathers = True  # as on NCCL
-    run: Any = model
-    if how in ("ddp", "hook"):
-        run = DDP(model, gradient_as_bucket_view=how == "hook")
+class Pair:
+    """A sharded optimizer and one over whole tensors, which get the same averages."""
+
+    def __init__(self, partition: str, how: str, held: str = "fp32") -> None:
+        dtype = HELD[held].get("dtype", torch.float32)
+        self.models = Model(dtype), Model(dtype)
+        self.optimizers = (
+            build(self.models[0], partition, how, held),
+            build(self.models[1], "none", "averaged", held),
+        )
+        self.averages = how not in ("averaged", "gathered")
+        self.runs: list[Any] = list(self.models)
+        self.by_ddp = how == "ddp" and dist.get_world_size() == 3
+        if how in ("ddp", "hook"):
+            self.runs[0] = DDP(self.models[0], gradient_as_bucket_view=how == "hook")
+        if self.by_ddp:
+            self.runs[1] = DDP(self.models[1])
         if how == "hook":
-            run.register_comm_hook(None, reduce_scatter_hook(optimizer))
-    norms = []
+            self.runs[0].register_comm_hook(None, reduce_scatter_hook(self.optimizers[0]))
+        self.norms: list[float] = []
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def losses(self, step: int, unused: tuple[int, ...] = ()) -> list[Tensor]:
+        found = []
+        for run, averages in zip(self.runs, (self.averages, self.by_ddp), strict=True):
+            given = gradients(step, dist.get_rank()) if averages else mean(step)
+            given = [None if number in unused else g for number, g in enumerate(given)]
+            dtype = self.models[0].weights[0].dtype
+            found.append(run([None if g is None else g.to(dtype) for g in given]))
+        return found
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        norms = [optimizer.control.grad_norm for optimizer in self.optimizers]
+        assert_same(*norms)
+        self.norms.append(float(norms[0]))
+        assert_same(*([*model.parameters()] for model in self.models))
+        strides = [[p.stride() for p in model.parameters()] for model in self.models]
+        assert strides[0] == strides[1]
+
+
+def train(partition: str, how: str, held: str, passes: int = 1) -> None:
+    """Norms, parameters and consolidated state are equal after clipped steps and a skipped step."""
+    pair = Pair(partition, how, held)
     for step in range(STEPS):
-        optimizer.zero_grad()
+        pair.zero_grad()
         for number in range(passes):
-            draw = step + 100 * number
-            if how in ("averaged", "gathered"):
-                run(mean(model, draw, size)).backward()
-            else:
-                run(gradients(model, draw, rank, size)).backward()
+            for loss in pair.losses(step + 100 * number):
+                loss.backward()
         if how == "sharded":
-            assert all(p.grad is None for p in model.parameters())
-        optimizer.step()
-        norms.append(float(optimizer.control.grad_norm))
-    return outcome(model, optimizer, norms)
+            assert all(p.grad is None for p in pair.models[0].parameters())
+        pair.step()
+        pair.check()
+    assert len(set(pair.norms)) > 2 and any(norm != norm for norm in pair.norms)
+    zero, plain = pair.optimizers
+    assert_same(whole_state(zero)["state"], plain.state_dict()["state"])
 
 
-def frozen_and_unused(partition: str, how: str) -> dict[str, Any]:
+def frozen_and_unused(partition: str, how: str) -> None:
     """Trains with parameters that are frozen, thawed, and unused on all ranks in some steps."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Model()
-    model.weights[1].requires_grad_(False)
-    optimizer = build(model, "fp32", partition, how)
-    norms = []
+    pair = Pair(partition, how)
     for step in range(STEPS):
-        if step == 2:
-            model.weights[1].requires_grad_(True)
-        if step == 4:
-            model.weights[0].requires_grad_(False)
-        optimizer.zero_grad()
-        grads = gradients(model, step, rank, size) if how == "sharded" else mean(model, step, size)
-        for i, weight in enumerate(model.weights):
-            if not weight.requires_grad or (i == 3 and step % 2):
-                grads[i] = None
-        model(grads).backward()
-        optimizer.step()
-        norms.append(float(optimizer.control.grad_norm))
-    return outcome(model, optimizer, norms)
+        for model in pair.models:
+            model.weights[1].requires_grad_(step >= 2)
+            model.weights[0].requires_grad_(step < 4)
+        pair.zero_grad()
+        unused = [n for n, w in enumerate(pair.models[0].weights) if not w.requires_grad]
+        for loss in pair.losses(step, (*unused, *[3] * (step % 2))):
+            loss.backward()
+        pair.step()
+        pair.check()
 
 
-def scaled(partition: str, how: str) -> dict[str, Any]:
-    """Trains under our scaler. Its scale is a power of two and backs off after the overflow."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Model()
-    optimizer = build(model, "fp32", partition, how)
-    run: Any = model
-    if how == "hook":
-        run = DDP(model)
-        run.register_comm_hook(None, reduce_scatter_hook(optimizer))
-    scaler = GradScaler("cpu", init_scale=64.0)
-    refused = ""
-    norms = []
+def scaled(partition: str, how: str) -> None:
+    """All scales back off if one rank overflows. Shards reject unscale_() and torch's scaler."""
+    pair = Pair(partition, how)
+    scalers = [GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    zero = pair.optimizers[0]
     for step in range(STEPS):
-        optimizer.zero_grad()
-        grads = mean(model, step, size) if how == "averaged" else gradients(model, step, rank, size)
-        scaler.scale(run(grads)).backward()
-        if how != "averaged":
-            try:
-                scaler.unscale_(optimizer)
-            except RuntimeError as error:
-                refused = str(error)
-        scaler.step(optimizer)
-        scaler.update()
-        norms.append(float(optimizer.control.grad_norm))
+        pair.zero_grad()
+        both = zip(scalers, pair.losses(step), pair.optimizers, strict=True)
+        for scaler, loss, optimizer in both:
+            scaler.scale(loss).backward()
+            if optimizer is zero and how != "averaged":
+                with raises(RuntimeError, "leave unscale_() out"):
+                    scaler.unscale_(zero)
+            scaler.step(optimizer)
+            scaler.update()
+        pair.check()
+    assert [scaler.get_scale() for scaler in scalers] == [32.0] * 2
     if how != "averaged":
         stock = torch.amp.GradScaler("cpu", init_scale=1.0)
         stock.scale(torch.zeros(()))
-        try:
-            stock.step(optimizer)
-        except RuntimeError as error:
-            refused += str(error)
-    result = outcome(model, optimizer, norms)
-    return result | {"scale": scaler.get_scale(), "refused": refused}
+        with raises(RuntimeError, "use torchopt_ext.GradScaler"):
+            stock.step(zero)
 
 
-def unused_on_one_rank() -> dict[str, Any]:
-    """Steps with a parameter that only the last rank uses."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Model()
-    optimizer = build(model, "fp32", "balanced", "sharded")
-    grads = gradients(model, 0, rank, size)
-    if rank != size - 1:
-        grads[2] = None
-    model(grads).backward()
-    optimizer.step()
-    moved = (model.weights[2] != Model().weights[2]).all()
-    return {"moved": bool(moved), "params": digest(list(model.parameters()))}
-
-
-def lazily() -> dict[str, Any]:
-    """Trains with parameters that arrive during the next forward. The state dict waits for them."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(3)))
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), FusedAdamW, partition="balanced", bucket_elements=64, lr=0.1
-    )
-    optimizer.overlap_forward(*model)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.full((4, 70), 0.1 * step)).sum().backward()
-        optimizer.step()
-    under_way = len(optimizer.partition._updates_in_flight)
-    params = digest(list(model.state_dict().values()))
-    return {"params": params, "under_way": under_way > 0 or dist.get_world_size() == 1}
-
-
-def complex_norms(partition: str) -> dict[str, Any]:
-    """Returns norms of gradients whose rows have 31, 40 or 63 complex numbers, or are cut."""
-    norms = []
-    for shape in ((301, 31), (301, 40), (301, 63), (3, 9001)):
-        torch.manual_seed(0)
-        param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.complex64))
-        optimizer: Any = FusedAdamW([param], max_grad_norm=1.0)
-        if partition != "none":
-            optimizer = ZeroRedundancyOptimizer(
-                [param], FusedAdamW, partition=partition, max_grad_norm=1.0,
-                bucket_elements=64 if partition == "balanced" else None,
-            )  # fmt: skip
-        for _ in range(20):
-            param.grad = torch.randn_like(param)
+def lazily() -> None:
+    """Parameters may arrive during the next forward. The state dict waits for them."""
+    models = [layers(3) for _ in range(2)]
+    options: dict[str, Any] = {"partition": "balanced", "bucket_elements": 64, "lr": 0.1}
+    zero: Any = ZeroRedundancyOptimizer(models[0].parameters(), FusedAdamW, **options)
+    zero.overlap_forward(*models[0])
+    for model, optimizer in zip(models, (zero, FusedAdamW(models[1].parameters(), lr=0.1)),
+                                strict=True):  # fmt: skip
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((4, 70), 0.1 * step)).sum().backward()
             optimizer.step()
-            norms.append(float(optimizer.control.grad_norm).hex())
-    return {"norms": norms}
+    assert zero.partition._updates_in_flight or dist.get_world_size() == 1
+    assert_same(*([*model.state_dict().values()] for model in models))
 
 
-def shares() -> dict[str, Any]:
-    """Returns the elements and bytes of state that this rank holds."""
+def complex_norms(partition: str) -> None:
+    """Norms of gradients whose rows have 31, 40 or 63 complex numbers, or are cut."""
+    for shape in ((301, 31), (301, 40), (301, 63), (3, 9001)):
+        params = [nn.Parameter(torch.zeros(shape, dtype=torch.complex64)) for _ in range(2)]
+        plain = FusedAdamW(params[:1], max_grad_norm=1.0)
+        zero: Any = ZeroRedundancyOptimizer(
+            params[1:], FusedAdamW, partition=partition, max_grad_norm=1.0,
+            bucket_elements=64 if partition == "balanced" else None,
+        )  # fmt: skip
+        for seed in range(20):
+            torch.manual_seed(seed)
+            gradient = torch.randn(shape, dtype=torch.complex64)
+            for param, optimizer in zip(params, (plain, zero), strict=True):
+                param.grad = gradient.clone()
+                optimizer.step()
+            assert_same(zero.control.grad_norm, plain.control.grad_norm)
+
+
+def shares() -> None:
+    """Every rank holds its share and no more. In every bucket the shares differ by at most a block
+    of 4,096 elements."""
     model = Model()
-    optimizer = build(model, "fp32", "balanced")
-    model(gradients(model, 0, 0, 1)).backward()
-    optimizer.step()
-    held = [t for state in optimizer.state.values() for n, t in state.items() if n != "step"]
-    return {
-        "local": {
-            "elements": sum(t.numel() for t in held) // 2,
-            "storage": sum(t.untyped_storage().nbytes() for t in held),
-            "windows": [b.window for b in optimizer.partition.all_buckets],
-        },
-        "total": sum(p.numel() for p in model.parameters()),
-        "aligned": all(p.data_ptr() % 64 == 0 for p in model.parameters()),
+    zero = build(model, "balanced", "averaged")
+    model(mean(0)).backward()
+    zero.step()
+    held = [t for state in zero.state.values() for n, t in state.items() if n != "step"]
+    elements = sum(t.numel() for t in held) // 2
+    assert sum(t.untyped_storage().nbytes() for t in held) == 8 * elements  # two fp32 moments
+    of_ranks = gathered(elements)
+    assert sum(of_ranks) == sum(p.numel() for p in model.parameters())
+    assert max(of_ranks) - min(of_ranks) <= len(zero.partition.all_buckets) * (4096 + 64)
+    assert all(p.data_ptr() % 64 == 0 for p in model.parameters())
+
+
+WAYS = {"greedy": ("averaged", "ddp"),
+        "balanced": ("averaged", "gathered", "ddp", "hook", "sharded")}  # fmt: skip
+
+
+def cases() -> Cases:
+    found: Cases = {"lazily": lazily, "shares": shares}
+    for partition, how in itertools.chain(
+        *([(p, how) for how in ways] for p, ways in WAYS.items())
+    ):
+        way = f"{partition}, {how}"
+        for held in HELD:
+            found[f"{held}: {way}"] = partial(train, partition, how, held)
+        if how in ("averaged", "sharded"):
+            found[f"frozen: {way}"] = partial(frozen_and_unused, partition, how)
+        if how in ("averaged", "sharded", "hook"):
+            found[f"scaled: {way}"] = partial(scaled, partition, how)
+            found[f"twice: {way}"] = partial(train, partition, how, "fp32", passes=2)
+    return found | {
+        f"complex: {partition}": partial(complex_norms, partition) for partition in WAYS
     }
-
-
-WAYS = {
-    "none": ("averaged",),
-    "greedy": ("averaged", "ddp"),
-    "balanced": ("averaged", "gathered", "ddp", "hook", "sharded"),
-}
-
-
-def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    found: dict[str, Callable[[], dict[str, Any]]] = {
-        "unused on one rank": unused_on_one_rank, "lazily": lazily, "shares": shares
-    }  # fmt: skip
-    for partition, ways in WAYS.items():
-        found[f"complex: {partition}"] = partial(complex_norms, partition)
-        for how in ways:
-            way = f"{partition}, {how}"
-            for held in ("fp32", "master", "remainder", "stochastic", "int8"):
-                found[f"{held}: {way}"] = partial(train, held, partition, how)
-            if how in ("averaged", "sharded"):
-                found[f"frozen: {way}"] = partial(frozen_and_unused, partition, how)
-            if how in ("averaged", "sharded", "hook"):
-                found[f"scaled: {way}"] = partial(scaled, partition, how)
-                found[f"twice: {way}"] = partial(train, "fp32", partition, how, passes=2)
-    return found
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         # The state consolidated since the last step; empty if another rank holds it.
         self._consolidated: tuple[Any, ...] | None = None
         self._has_state = False  # some rank may have state
-        arguments = {
+        arguments: dict[str, Any] = {
             "partition": partition, "params_per_rank": params_per_rank,
             "overlap_with_ddp": overlap_with_ddp, "sharded_gradients": sharded_gradients,
             "bucket_elements": bucket_elements,

@@ -101,7 +101,7 @@ class Bucket:
 
     def start(self, param: Tensor) -> int:
         """Returns the parameter's first element in ``flat``."""
-        return self.places[param].storage_offset()
+        return int(self.places[param].storage_offset())
 
     def lay(self, param: Tensor, start: int, like: Tensor) -> None:
         """Moves a parameter to its place, with the order of dimensions of ``like``."""
@@ -129,7 +129,7 @@ class Bucket:
         """Moves all parameters to other memory: the user may hold the memory they had."""
         self.flat = torch.zeros_like(self.flat)
         for param, place in self.places.items():
-            self.lay(param, place.storage_offset(), place)
+            self.lay(param, self.start(param), place)
         for part in self.parts:
             old = part.tensor
             old.data = self.flat.as_strided(old.shape, old.stride(), old.storage_offset())
