@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import difference, full_tensor, run_cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,6 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.compare import difference
+from tests.support.ranks import full_tensor, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import (
     LRSchedulersContainer,

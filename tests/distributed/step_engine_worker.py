@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from rank_cases import digest, full_tensor, gathered, run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -38,7 +36,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_ext
+from tests.support.ranks import digest, full_tensor, gathered, run_cases
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, ZeroRedundancyOptimizer
+from torchopt_ext._torch import default_store
 from torchopt_ext.containers import build_optimizers
 
 Result = dict[str, Any]
@@ -582,12 +582,13 @@ def unfinished_gradients(wrapped: bool) -> None:
     optimizer = FusedAdamW([p], lr=0.1, max_grad_norm=1.0)
     mine = torch.full((3, 4), 1.0 if dist.get_rank() == 0 else -3.0)  # the sum has another sign
     if dist.get_rank() == 1:
-        time.sleep(0.3)
+        default_store().wait([f"steps {wrapped}"])
     gradient = funcol.all_reduce(mine, "sum", dist.group.WORLD)
     assert type(gradient).__name__ == "AsyncCollectiveTensor"
     if wrapped:
         gradient = DTensor.from_local(gradient, mesh, [Replicate()], run_check=False)
     p.grad = gradient
+    default_store().set(f"steps {wrapped}", "now")
     optimizer.step()
     assert float(optimizer.control.grad_norm) == pytest.approx(2 * 12**0.5)  # 12 times 1 - 3
     assert full_tensor(p)[0, 0] > 1

@@ -299,10 +299,6 @@ def hooks_that_do_not_fit() -> None:
     with raises(ValueError, "overlap_with_ddp=True"):
         hook_with_zero_step(allreduce_hook, ddp, zero_over(ddp.parameters()))
     zero = zero_over(ddp.parameters(), overlap_with_ddp=True)
-    for call in (zero.state_dict, zero.consolidate_state_dict, zero.local.build,
-                 lambda: zero.load_state_dict({"state": {}, "param_groups": []})):  # fmt: skip
-        with raises((RuntimeError, IndexError)):
-            call()
     hook_with_zero_step(allreduce_hook, ddp, zero)
     with raises(ValueError, "a hook already"):
         hook_with_zero_step(allreduce_hook, DDP(layers(1)), zero)

@@ -261,23 +261,18 @@ def _same_kind(value: Any, live: Any) -> bool:
     return both or (type(value) is type(live) and not isinstance(live, tuple))
 
 
-def converted(
-    name: str, value: Any, param: Tensor, storage: Storage, step_device: Any = None
-) -> Any:
+def converted(name: str, value: Any, param: Tensor, storage: Storage) -> Any:
     """Returns a checked entry in memory of its own, on the parameter's device.
 
     torch casts every floating-point entry to the parameter's dtype, float32 moments of a bfloat16
     parameter included. Here moments get the dtype of ``storage``, and masters keep their own dtype.
-
-    Args:
-        step_device: the device of steps, if it is not the parameter's.
     """
     device = local_tensor(param).device
     if name == "step":
-        return as_step(value, step_device or device).clone()
+        return as_step(value, device).clone()
     if not isinstance(value, Tensor):
         if isinstance(value, Mapping):
-            return {k: converted(k, v, param, storage, step_device) for k, v in value.items()}
+            return {k: converted(k, v, param, storage) for k, v in value.items()}
         return copy.deepcopy(value)
     dtype = value.dtype
     if name in MOMENTS:

@@ -75,12 +75,10 @@ class BalancedBuckets:
 
     @property
     def gradients_are_sharded(self) -> bool:
-        """Whether steps take other gradients than the parameters' own ``grad``."""
         return self.reducer.active
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients were reduced to this rank since they were cleared."""
         return bool(self.reducer.present)
 
     def part_of(self, tensor: Tensor) -> Part:
@@ -114,7 +112,7 @@ class BalancedBuckets:
 
     def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Tensor]:
         """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""
-        lo, hi = bucket.cuts[self.ranks.rank], bucket.cuts[self.ranks.rank + 1]
+        lo, hi = bucket.range_of(self.ranks.rank)
         runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
         if not param.numel() and self.ranks.rank == 0:
             runs = iter([(0, 0, None)])
@@ -216,9 +214,8 @@ class BalancedBuckets:
                     continue
                 if not self.gathers and bucket.flat.is_cpu:
                     # One broadcast per rank, in place. gloo's all-gather takes twice as long.
-                    cuts = enumerate(itertools.pairwise(bucket.cuts))
-                    shares = [(bucket.flat[lo:hi], r) for r, (lo, hi) in cuts if lo < hi]
-                    works = [self.ranks.broadcast(share, rank) for share, rank in shares]
+                    shares = [(bucket.share_of(rank), rank) for rank in range(self.ranks.size)]
+                    works = [self.ranks.broadcast(t, rank) for t, rank in shares if t.numel()]
                     self._updates_in_flight[bucket] = works, None
                     continue
                 # Each holds a second copy of its bucket.
@@ -251,9 +248,9 @@ class BalancedBuckets:
                     wait(work)
             if gathered is not None:
                 windows = gathered.view(self.ranks.size, bucket.window)
-                others = [r for r in range(self.ranks.size) if r != self.ranks.rank]
-                flat = bucket.flat.data  # not counted as a change of this rank's parts
-                targets = [flat[bucket.cuts[r] : bucket.cuts[r + 1]] for r in others]
+                others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+                # `data`: not counted as a change of this rank's parts
+                targets = [bucket.share_of(rank).data for rank in others]
                 sources = [windows[r][: t.numel()] for r, t in zip(others, targets, strict=True)]
                 torch._foreach_copy_(targets, sources)
 

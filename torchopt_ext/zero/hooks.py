@@ -42,13 +42,9 @@ def hook_with_zero_step(
 
     Args:
         hook: a DDP communication hook that averages a bucket's gradients.
-        ddp: the wrapped model.
         zero: built with ``overlap_with_ddp=True`` from the model's parameters.
         shard_buckets: divide buckets among ranks for equal shares; else a bucket has one owner.
         interleaved: step bucket by bucket, as :func:`hook_with_zero_step_interleaved` does.
-
-    Returns:
-        A communication hook for ``ddp.register_comm_hook``.
 
     Raises:
         ValueError: ``zero`` was built without ``overlap_with_ddp=True``, or has such a hook.
@@ -92,10 +88,8 @@ def hook_with_zero_step(
 
 
 hook_with_zero_step_interleaved = partial(hook_with_zero_step, interleaved=True)
-"""Wraps a hook so that each bucket is stepped once the next bucket has its gradients.
-
-Reductions and parameter broadcasts overlap with the rest of the backward pass. Everything else is
-the same as in :func:`hook_with_zero_step`.
+"""As :func:`hook_with_zero_step`, but each bucket is stepped once the next has its gradients, so
+that reductions and parameter broadcasts overlap with the rest of the backward pass.
 """
 
 

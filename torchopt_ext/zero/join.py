@@ -39,22 +39,19 @@ def share(
 ) -> StepContext:
     """Gives ranks out of data the gradients of the first rank that has data. All ranks call it.
 
-    Every rank with data has the same averages, and the same scale. DDP's join hook computes the
-    averages on ranks out of data as well, but in buffers that it drops.
-
-    Returns:
-        The step's context. On ranks out of data it has the scale and flags of the sending rank.
+    Every rank with data has the same averages and scale. DDP's join hook computes the averages on
+    ranks out of data as well, but drops them. Returns the context, with the sending rank's scale.
     """
     scaling = [None if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
     # A gradient's dtype may be another than the parameter's: grad_dtype sets it.
     dtypes = ["" if param.grad is None else str(param.grad.dtype) for param in params]
     mine = [out_of_data, scaling, context.check_overflow, dtypes]
     texts = all_gather_text(json.dumps(mine), ranks.group, "exchanging which ranks have data")
-    found = [json.loads(text) for text in texts]
-    source = next(rank for rank, (is_out, *_) in enumerate(found) if not is_out)
-    if not any(is_out for is_out, *_ in found):
+    of_ranks = [json.loads(text) for text in texts]
+    source = next(rank for rank, (is_out, *_) in enumerate(of_ranks) if not is_out)
+    if not any(is_out for is_out, *_ in of_ranks):
         return context
-    _, scaling, check_overflow, dtypes = found[source]
+    _, scaling, check_overflow, dtypes = of_ranks[source]
     for param, name in zip(params, dtypes, strict=True):
         dtype = DTYPES.get(name)
         if out_of_data:

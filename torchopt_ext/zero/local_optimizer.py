@@ -24,7 +24,7 @@ from torchopt_ext.state.masters import refresh_stale_elements
 from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.statedict.weights import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
-from torchopt_ext.zero.parameters import Parameters
+from torchopt_ext.zero.parameters import Parameters, is_fused
 from torchopt_ext.zero.part import Part
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.whole import WholeTensors
@@ -33,12 +33,7 @@ from torchopt_ext.zero.whole import WholeTensors
 class LocalOptimizer:
     """The optimizer of this rank's parts, and its agreement with the other ranks.
 
-    Args:
-        params: the whole parameters, in groups that have the current settings.
-        constructor: makes the optimizer of the parts, with ``arguments``.
-
-    Attributes:
-        optimizer: the optimizer of the parts; None until :meth:`build`.
+    ``params`` are whole, in groups that have the current settings.
     """
 
     def __init__(
@@ -52,7 +47,7 @@ class LocalOptimizer:
         self.params, self.partition, self.ranks = params, partition, ranks
         self.constructor, self.arguments = constructor, arguments
         self.device: torch.device = params_of(self.params)[0].device
-        self.optimizer: Any = None
+        self.optimizer: Any = None  # until build()
         self._verdict = Verdict()
 
     @property
@@ -74,18 +69,19 @@ class LocalOptimizer:
     @property
     def fused(self) -> FusedOptimizer:
         """The optimizer. Raises AttributeError unless it is a FusedOptimizer."""
-        if not isinstance(self.optimizer, FusedOptimizer):
-            kind = type(self.optimizer).__name__
-            found = "not built yet" if self.optimizer is None else f"a {kind}"
-            raise AttributeError(f"the local optimizer is {found}, expected a FusedOptimizer")
-        return self.optimizer
+        if isinstance(self.optimizer, FusedOptimizer):
+            return self.optimizer
+        kind = "not built yet" if self.optimizer is None else f"a {type(self.optimizer).__name__}"
+        raise AttributeError(f"the local optimizer is {kind}, expected a FusedOptimizer")
 
     @property
     def verdict(self) -> Verdict:
         return self.fused.verdict if self.is_fused else self._verdict
 
-    def build(self) -> None:
-        """Builds the optimizer, whose settings become those of the sharded optimizer's groups."""
+    def build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
+        """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
+        for group in self.params.param_groups:
+            self.partition.add_group(group["params"], params_per_rank)
         arguments = dict(self.arguments)
         if is_8_bit(arguments.get("state_dtype")):
             arguments["fp32_moments"] = self._fp32_moments()
@@ -102,7 +98,7 @@ class LocalOptimizer:
         self.sync()
 
     def add_group(self) -> None:
-        """Divides the last of the sharded optimizer's groups, and adds this rank's parts of it."""
+        """Divides the last of the groups, and adds this rank's parts of it."""
         self.partition.add_group(self.params.param_groups[-1]["params"])
         if is_8_bit(self.arguments.get("state_dtype")):
             self.optimizer._fp32_moments = self._fp32_moments()
@@ -114,19 +110,19 @@ class LocalOptimizer:
 
     def _group(self, number: int) -> dict[str, Any]:
         """Returns a param group for the optimizer: this rank's parts, with parameter names."""
-        group, own = self.params.param_groups[number], self.partition.mine[number]
-        local = {**group, "params": own}
+        group, mine = self.params.param_groups[number], self.partition.mine[number]
+        local = {**group, "params": mine}
         if names := local.get("param_names"):
             name_of = dict(zip(group["params"], names, strict=True))
-            local["param_names"] = [name_of[self.partition.part_of(param).param] for param in own]
+            parts = map(self.partition.part_of, mine)
+            local["param_names"] = [name_of[part.param] for part in parts]
         return local
 
     def _fp32_moments(self) -> tuple[Tensor, ...]:
         """Returns this rank's parts of the parameters that ``fp32_moments`` selects."""
-        chosen = fp32_params(
-            named_params(self.params), self.arguments.get("fp32_moments", EMBEDDINGS)
-        )
-        return tuple(part.tensor for part in self.parts if part.param in chosen)
+        selection = self.arguments.get("fp32_moments", EMBEDDINGS)
+        params = fp32_params(named_params(self.params), selection)
+        return tuple(part.tensor for part in self.parts if part.param in params)
 
     def take_settings(self) -> None:
         """Copies the sharded optimizer's settings, which schedules change, to the optimizer."""
@@ -143,10 +139,9 @@ class LocalOptimizer:
                 part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in self.parts
             }
         for group, local in zip(self.params.param_groups, self.optimizer.param_groups, strict=True):
-            own = {key: group[key] for key in ("params", "param_names") if key in group}
-            merged = {key: own.get(key, value) for key, value in local.items()} | own
+            whole = {key: group[key] for key in ("params", "param_names") if key in group}
             group.clear()
-            group.update(merged)
+            group.update(local | whole)
 
     def step_bucket(self, gradients: Sequence[Tensor | None]) -> Any:
         """Steps by some gradients, for a hook of DDP; ``grad`` of the parameters stays as it is."""
@@ -172,9 +167,6 @@ class LocalOptimizer:
 
         A closure in ``kwargs`` computes the gradients, so they are taken after it. The optimizer
         changes nothing before all ranks agree to step; FusedAdam agrees in its norm's all-reduce.
-
-        Args:
-            take_gradients: gives the parts their gradients; returns the context of these.
         """
         closure, shared = kwargs.get("closure"), self.ranks.size > 1
         if shared:
@@ -230,10 +222,7 @@ class LocalOptimizer:
             self.agree(agreement, meanwhile=self.partition.send_updates)
 
     def clip(self, max_norm: float, check: Callable[[], None]) -> Tensor:
-        """Clips this rank's parts of the gradients by the norm over all ranks' parts; returns it.
-
-        If ``check`` raises, all ranks raise.
-        """
+        """Clips by the norm over all ranks, and returns it. All raise if ``check`` does."""
         agreement = Agreement()
         try:
             check()
@@ -259,10 +248,7 @@ class LocalOptimizer:
         rejects: bool = False,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Agrees with the other ranks by :func:`~torchopt_ext.optim.rejection.agree`.
-
-        Args:
-            total: the accumulator to sum over the ranks; by default only its two flags.
+        """Sums an accumulator, by default only its two flags, over the ranks.
 
         Raises:
             RuntimeError: another rank rejects the step; says which.
@@ -278,12 +264,12 @@ class LocalOptimizer:
 
     def reject(self, agreement: Agreement, total: Tensor | None = None) -> None:
         """Tells waiting ranks that this rank rejects; ``total`` if they wait in :meth:`clip`."""
-        hides = self.partition.gradients_are_sharded
-        if self.ranks.size == 1 or (agreement.in_closure and hides):
+        sharded = self.partition.gradients_are_sharded
+        if self.ranks.size == 1 or (agreement.in_closure and sharded):
             return  # in a closure, the other ranks wait in the reductions of gradients
         with suppress(Exception), waits_at_most(self.ranks.timeout):
             if agreement.pending:
-                if hides and not agreement.took_gradients:
+                if sharded and not agreement.took_gradients:
                     with suppress(Exception):
                         self.partition.take_gradients()
                 if self.is_fused and total is None:
@@ -331,11 +317,10 @@ def plain_class(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
     counterparts = {functional: plain for plain, functional in functional_optim_map.items()}
     if not overlap_with_ddp and optimizer_class in counterparts:
         raise ValueError(f"{optimizer_class} is a functional optimizer: overlap_with_ddp=True only")
-    found = counterparts.get(optimizer_class, optimizer_class)
-    fused = isinstance(found, type) and issubclass(found, FusedOptimizer)
-    if overlap_with_ddp and not fused and found not in functional_optim_map:
+    plain = counterparts.get(optimizer_class, optimizer_class)
+    if overlap_with_ddp and not is_fused(plain) and plain not in functional_optim_map:
         raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
-    return found
+    return plain
 
 
 def settings_in_backward(optimizer_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:

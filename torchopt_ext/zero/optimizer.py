@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -14,7 +13,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -88,8 +86,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
     local: LocalOptimizer
     parameter_names = forwarded("params", "parameter_names")  # containers set them
-    # The hook given to a Join context. If an exception ends the context, only the hook's end tells.
-    _join_hook: ReferenceType[SteppingHook] | None = None
+    _join_hook: ReferenceType[SteppingHook] | None = None  # gone if an error ends a Join context
     _out_of_data = False  # this rank has run out of data
 
     def __init__(
@@ -166,18 +163,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             )
             if not overlap_with_ddp:
                 with fail_together(self.process_group):
-                    self._assign(params_per_rank)
+                    self.local.build(params_per_rank)
                     self.defaults = dict(self.optim.defaults)
                 self.partition.build_buckets()
             elif parameters_as_bucket_view:
                 logger.warning("overlap_with_ddp=True ignores parameters_as_bucket_view")
         self.initialized = True
-
-    def _assign(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
-        """Assigns the groups' parameters to ranks, and builds the local optimizer."""
-        for group in self.param_groups:
-            self.partition.add_group(group["params"], params_per_rank)
-        self.local.build()
 
     @property
     def optim(self) -> Any:
@@ -207,8 +198,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
         Raises:
             RuntimeError: the optimizer has ``overlap_with_ddp``.
-            ValueError: a dtype differs, a parameter is already in a group, or groups differ
-                between ranks. Nothing is changed.
+            ValueError: a dtype or group differs, or a parameter is in a group. Nothing is changed.
         """
         if not self.initialized:
             super().add_param_group({**param_group})
@@ -245,9 +235,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         it does nothing.
 
         Raises:
-            RuntimeError: a rank died, is late or rejects the step, for example because a gradient
-                does not fit its parameter. All ranks raise and name the rank. Nothing is changed,
-                unless an optimizer that is not fused raises in the middle of its step.
+            RuntimeError: a rank died, is late or rejects the step. All ranks raise and name it.
+                Nothing is changed, unless an optimizer that is not fused raises in mid-step.
         """
         if self._overlap_with_ddp:
             logger.warning("overlap_with_ddp=True steps in backward: do not call step()")
@@ -347,10 +336,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         """Loads this rank's part of an unsharded state dict. Call it on all ranks.
 
         The dict may come from :meth:`state_dict`, from torch's class or from the unsharded
-        optimizer. It is checked completely before anything is changed, and stays unchanged itself.
-        A dict with only this rank's part (:class:`~torchopt_ext.zero.state_shard.StateShard`)
-        loads, too, if every rank owns what it owned before. If a rank fails, or a hook there, all
-        ranks raise, and nothing is changed on any.
+        optimizer. It stays unchanged. A dict with only this rank's part loads, too, if every rank
+        owns what it owned before. If a rank or a hook there fails, all raise, and nothing changes.
 
         Raises:
             RuntimeError: DDP's buckets are not known yet (``overlap_with_ddp``).
@@ -423,9 +410,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     @bounded
     @torch.no_grad()
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Sets the master weights from the parameters, or both from float32 weights.
-
-        It works like :meth:`torchopt_ext.FusedAdamW.refresh_masters`. Call it on all ranks.
+        """Works like :meth:`torchopt_ext.FusedAdamW.refresh_masters`. Call it on all ranks.
 
         Args:
             from_: whole float32 weights by parameter or name, the same on all ranks.
@@ -439,11 +424,10 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self._consolidated = None
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
-        """Lets ``step`` return before the modules' parameters have arrived.
+        """Lets ``step`` return before the parameters of modules, such as layers, have arrived.
 
-        Each module, for example a layer, waits for its parameters when its forward begins, and in
-        ``state_dict`` and ``load_state_dict``. Call :meth:`wait_for_params` before anything else
-        reads these parameters. All other parameters have arrived when ``step`` returns.
+        Their forward, ``state_dict`` and ``load_state_dict`` wait. Call :meth:`wait_for_params`
+        before anything else reads them.
 
         Raises:
             ValueError: the partition is not "balanced".
@@ -478,10 +462,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         return self.local.clip(max_norm, self._rebuild_if_frozen_changed)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part.
-
-        They step with the averages of the ranks that have data. DDP does not leave these averages.
-        """
+        """Returns the hook for ``Join([ddp, optimizer])``: ranks out of data step their part."""
         if isinstance(self.partition, BalancedBuckets) and self.partition.reducer.hooks:
             raise RuntimeError(
                 "Join does not support sharded_gradients=True: use DDP, with reduce_scatter_hook "
@@ -525,43 +506,4 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         info.status = OverlapStatus.INITIALIZED
         assigned = self._bucket_assignments_per_rank = assign_buckets(info, self.ranks)
         lay([each for of_rank in assigned for each in of_rank.values()], self.params)
-        self._assign(info.params_per_rank)
-
-
-@bounded
-def sharded_state_dict(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """Returns this rank's part of a ZeroRedundancyOptimizer's state dict. Call it on all ranks.
-
-    ``dcp.save({"optimizer": zero}, checkpoint_id=...)`` saves the same. In addition, this function
-    raises on all ranks if one rank has an entry that DCP would not restore.
-
-    Raises:
-        TypeError: DCP would not restore an entry of this rank unchanged; names the entry.
-        ValueError: another rank has such an entry; names the rank and the entry.
-    """
-    with fail_together(zero.process_group):
-        return zero_state.sharded(zero.local, consolidated=False)
-
-
-@bounded
-@torch.no_grad()
-def load_sharded(
-    zero: ZeroRedundancyOptimizer,
-    checkpoint: str | os.PathLike[str] | StorageReader,
-    key: str = "optimizer",
-) -> None:
-    """Loads a ZeroRedundancyOptimizer from a distributed checkpoint. Call it on all ranks.
-
-    The call is ``load({key: zero})`` of :mod:`torchopt_ext.statedict.dcp`.
-
-    Args:
-        zero: the ZeroRedundancyOptimizer.
-        checkpoint: a folder, or a reader of another storage.
-        key: the key under which the optimizer was saved.
-
-    Raises:
-        ValueError: groups, shapes or keys do not fit; all ranks raise, naming the parameter or key.
-        RuntimeError: a rank cannot read its parts. All ranks raise.
-    """
-    reader = checkpoint if isinstance(checkpoint, StorageReader) else dcp.Reader(checkpoint)
-    dcp.load({key: zero}, storage_reader=reader, process_group=zero.process_group)
+        self.local.build(info.params_per_rank)

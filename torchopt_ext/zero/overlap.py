@@ -21,8 +21,7 @@ OverlapInfo, BucketAssignment, OverlapStatus = overlap_classes()
 def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
     """Assigns every DDP bucket to a rank, or parts of it to ranks with ``info.shard_buckets``.
 
-    Returns:
-        Each rank's assignments by bucket.
+    Returns each rank's assignments by bucket.
     """
     buckets = info.params_per_bucket
     numels = [param.numel() for bucket in buckets for param in bucket]

@@ -123,14 +123,16 @@ def check_choices(
         raise RuntimeError("`params_per_rank` only supports a single parameter group")
 
 
+def is_fused(optimizer_class: Any) -> bool:
+    return isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedOptimizer)
+
+
 def check_elementwise(optimizer_class: Any) -> None:
     """Raises ValueError unless the class is known to treat every element separately.
 
-    An element-wise optimizer may step any part of a parameter. Subclasses of torch's classes are
-    rejected, because they may do anything.
+    Subclasses of torch's classes are rejected, because they may do anything.
     """
-    fused = isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedOptimizer)
-    if not fused and optimizer_class not in REQUIRED:
+    if not is_fused(optimizer_class) and optimizer_class not in REQUIRED:
         names = ", ".join(cls.__name__ for cls in REQUIRED)
         raise ValueError(
             f"partition='balanced' divides parameters among ranks, which suits FusedOptimizer, "

@@ -94,6 +94,19 @@ class Bucket:
         self.sent = self.sent or any(param.requires_grad for param in self.places)
         return self.sent
 
+    def stage(self, ranks: int) -> Tensor:
+        """Returns ``staging``, with zeros where no gradient has arrived."""
+        if self.staging is None:
+            self.staging = self.flat.new_zeros(ranks * self.window)
+        return self.staging
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Returns the range of a rank's elements in ``flat``."""
+        return self.cuts[rank], self.cuts[rank + 1]
+
+    def share_of(self, rank: int) -> Tensor:
+        return self.flat[slice(*self.range_of(rank))]
+
     @property
     def is_complete(self) -> bool:
         """Whether every trainable parameter's gradient has arrived."""

@@ -48,7 +48,6 @@ class BackwardPasses:
         return cls._of.setdefault(group, cls())
 
     def add(self, reducer: Any) -> None:
-        """Gives a reducer the next number."""
         reducer.number = self._count
         reducer.early = self._count == 0
         self._count += 1
@@ -184,8 +183,7 @@ class Reducer:
         if bucket.number > self._next:  # reduced already: reentrant segments share the parameter
             self.reduce_rest()
             self._next = len(self.buckets) - 1
-        if bucket.staging is None:
-            bucket.staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
+        staging = bucket.stage(self.ranks.size)
         if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
             # Raising here would leave the other ranks waiting for this rank's reductions.
             self.wrong = (
@@ -199,7 +197,7 @@ class Reducer:
         for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):
             lo, hi = max(cuts[rank], start), min(cuts[rank + 1], end)
             first = rank * bucket.window + lo - cuts[rank]
-            bucket.staging[first : first + hi - lo] += flat[lo - start : hi - start]
+            staging[first : first + hi - lo] += flat[lo - start : hi - start]
         bucket.arrived.add(param)
         while self.early and self._next >= 0 and self.buckets[self._next].is_complete:
             self._start_next()
@@ -228,27 +226,20 @@ class Reducer:
             return
         if len(self._under_way) == IN_FLIGHT:
             self._accumulate_oldest()
-        staging = bucket.staging
-        if staging is None:
-            staging = bucket.flat.new_zeros(self.ranks.size * bucket.window)
+        staging = bucket.stage(self.ranks.size)
         bucket.staging, bucket.arrived = None, set()
         with collective("reducing gradients"):
+            group = self.ranks.group
             if staging.is_cpu:
                 # gloo's reduce-scatter is an all-reduce. An all-to-all sends only what is needed.
                 received = torch.empty_like(staging)
-                work = dist.all_to_all_single(
-                    received.view(torch.uint8),
-                    staging.view(torch.uint8),
-                    group=self.ranks.group,
-                    async_op=True,
-                )
+                target, source = received.view(torch.uint8), staging.view(torch.uint8)
+                work = dist.all_to_all_single(target, source, group=group, async_op=True)
             else:
                 if staging.dtype == torch.float16:  # the sum could overflow; DDP divides, too
                     staging.div_(self.ranks.size)
                 received = staging.new_empty(bucket.window)
-                work = dist.reduce_scatter_tensor(
-                    received, staging, group=self.ranks.group, async_op=True
-                )
+                work = dist.reduce_scatter_tensor(received, staging, group=group, async_op=True)
         self._under_way.append((bucket, work, received))
 
     def _accumulate_oldest(self) -> None:
@@ -256,9 +247,8 @@ class Reducer:
         bucket, work, received = self._under_way.pop(0)
         with collective("reducing gradients", self.ranks.timeout):
             wait(work)
-        rank = self.ranks.rank
-        count = bucket.cuts[rank + 1] - bucket.cuts[rank]
-        windows = [window[:count] for window in torch.split(received, bucket.window)]
+        lo, hi = bucket.range_of(self.ranks.rank)
+        windows = [window[: hi - lo] for window in torch.split(received, bucket.window)]
         wide = torch.promote_types(received.dtype, torch.float32)
         total = windows[0].to(wide, copy=True)
         for window in windows[1:]:  # in the order of ranks
@@ -313,10 +303,7 @@ class Reducer:
                     like.grad = bucket.grad.as_strided(like.shape, like.stride(), begin)
 
     def _agree(self, late: list[Tensor]) -> bool:
-        """Adds the parameters that other ranks used. Returns whether all ranks reduce once more.
-
-        Args:
-            late: parameters with a gradient that this rank can reduce in addition.
+        """Adds the parameters that other ranks used. Returns whether all ranks reduce ``late``.
 
         Ranks also agree on whether the reducer may start early, from the next pass on.
         """

@@ -39,10 +39,8 @@ Pieces = dict[int, dict[str, list[tuple[Part, Any]]]]
 
 
 def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
-    """Returns this rank's state, and the further top-level entries of its state dict.
-
-    The entries include the control block, because a rank without parameters has one, too.
-    """
+    """Returns this rank's state, and the further entries of its state dict, as the control block
+    that a rank without parameters has, too."""
     parts, optimizer = local.parts, local.optimizer
     for key in [key for key, entry in optimizer.state.items() if entry == {}]:
         del optimizer.state[key]  # a lookup has made it, perhaps of another rank's parameter
@@ -97,11 +95,7 @@ def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _decoded(slot: Slot) -> Slot:
-    """Decodes moments if the parameter cannot hold codes: float moments can be cut anywhere.
-
-    Raises:
-        ValueError: the codes are only a rank's part of the parameter's codes.
-    """
+    """Decodes moments if the parameter cannot hold codes: float moments can be cut anywhere."""
     if can_quantize(slot.param) or not has_codes(slot.entry):
         return slot
     if any(isinstance(value, StateShard) for value in slot.entry.values()):
@@ -113,11 +107,7 @@ def _decoded(slot: Slot) -> Slot:
 
 
 def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
-    """Reads and checks an unsharded state dict. Returns what it has for this rank's parts.
-
-    Raises:
-        ValueError: the state dict does not fit.
-    """
+    """Returns what an unsharded state dict has for this rank's parts; ValueError if it is wrong."""
     parts, optimizer = local.parts, local.optimizer
     loaded = read_indexed(state_dict, local.params.param_groups)
     if local.is_fused:

@@ -74,13 +74,14 @@ class WholeTensors:
         """This rank's parameters, group by group."""
         return [group[self.ranks.rank] for group in self.params]
 
-    gradients_are_sharded = holds_gradients = False  # steps take the parameters' own gradients
+    # Steps take the parameters and their gradients: there is nothing to follow or to clean up.
+    gradients_are_sharded = holds_gradients = False
 
-    def finish_step(self) -> None:
-        """Does nothing: the local step leaves nothing to clean up."""
+    def finish_step(self) -> None: ...
 
-    def follow_memory(self) -> None:
-        """Does nothing: parts are whole, wherever their parameters lie."""
+    def follow_memory(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
 
     def written(self) -> list[Tensor]:
         """Returns nothing: the local optimizer steps the parameters, and sees writes itself."""
@@ -93,9 +94,6 @@ class WholeTensors:
         if _C.addresses(list(self.owner)) != self._places:
             self._params.check_untied()
             self.build_buckets()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Does nothing: the parameters' own gradients are the only gradients."""
 
     def part_of(self, param: Tensor) -> Part:
         return Part(param, 0, param.numel(), param)
