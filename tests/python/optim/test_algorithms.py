@@ -17,7 +17,6 @@ from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, Fused
 from torchopt_ext.optim.joint import JointStep, only_param
 from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.zero import ZeroRedundancyOptimizer
-from torchopt_ext.zero.functional import functional_optim_map
 
 from ...support.compare import assert_same_bits, snapshot
 from ...support.problems import copy_params, make_params, params_of, set_gradients, train
@@ -331,20 +330,15 @@ def test_groups_have_torchs_keys_unless_the_correction_is_off() -> None:
     assert copy.deepcopy(on).param_groups[0]["bias_correction"] is False
 
 
-def test_joint_and_functional_steps() -> None:
+def test_joint_steps() -> None:
     values = [True, False, True, False]
-    joint, apart, whole = make_params(), make_params(), make_params()
+    joint, whole = make_params(), make_params()
     singles = [FusedAdam([p], bias_correction=v) for p, v in zip(joint, values, strict=True)]
     assert [only_param(single) for single in singles] == joint
-    functional: Any = functional_optim_map[FusedAdam]
-    functions = [functional([p], bias_correction=v) for p, v in zip(apart, values, strict=True)]
     groups = [{"params": [p], "bias_correction": v} for p, v in zip(whole, values, strict=True)]
     optimizer, together = FusedAdam(groups), JointStep(singles)
     for seed in range(3):
-        set_gradients(joint, apart, whole, seed=seed)
+        set_gradients(joint, whole, seed=seed)
         optimizer.step()
         together.step_all(FusedAdam.step)
-        for one, param in zip(functions, apart, strict=True):
-            one.step([param.grad])
     assert_same_bits(joint, whole)
-    assert_same_bits(apart, whole)
