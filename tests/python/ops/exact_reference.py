@@ -1,19 +1,15 @@
-"""Bit patterns of tensors, and docs/numerics.md in torch's single operations, for large inputs.
+"""Bit patterns of tensors, and the sum of squares of docs/numerics.md for large inputs.
 
-torch's separate add, sub, mul and div round correctly and never fuse, so that the formulas one
-operation at a time give the specified bits for many elements at once. torch.sqrt does not round
-correctly: MKL computes it on large contiguous tensors. softfloat and formulas in tests/golden check
-both this module and the library.
+softfloat and formulas in tests/golden check both this module and the library.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
-from formulas import ONE, ZERO, Accumulator, Adam
-from softfloat import FORMATS, FP64, NAN, Format, Number, encode, sub
+from formulas import Accumulator
+from softfloat import FORMATS, Format
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -48,71 +44,6 @@ def from_bits(dtype: torch.dtype, bits: Sequence[int]) -> Tensor:
     width = format_of(dtype).width
     signed = [b - (1 << width) if b >> (width - 1) else b for b in bits]
     return torch.tensor(signed, dtype=INTEGER[width // 8]).view(dtype)
-
-
-def double(x: Number) -> float:
-    """Returns a softfloat number as a Python float."""
-    if x[1] is NAN:
-        return math.nan
-    return float(from_bits(torch.float64, [encode(FP64, x)]))
-
-
-def canonical_nan(tensor: Tensor) -> Tensor:
-    nan = from_bits(tensor.dtype, [encode(format_of(tensor.dtype), (0, NAN))])
-    return torch.where(tensor.isnan(), nan, tensor)
-
-
-def exact_sqrt(x: Tensor) -> Tensor:
-    if x.dtype == torch.float32:
-        # Rounding the double root again is harmless: roots of 24-bit numbers are never near ties.
-        return x.double().sqrt().float()
-    roots = [math.sqrt(y) if y >= 0 else math.nan for y in x.flatten().tolist()]
-    return torch.tensor(roots, dtype=x.dtype).view_as(x)
-
-
-def adam_reference(
-    a: Adam, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, vmax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Steps many elements; `t` counts this step. The state may have another dtype."""
-    param_dtype, state_dtype = p.dtype, m.dtype
-    compute = torch.float64 if param_dtype == torch.float64 else torch.float32
-    scalars = {
-        "grad_factor": a.grad_factor,
-        "l2": ZERO if a.decoupled else a.weight_decay,
-        "w1": sub(FP64, ONE, a.beta1),
-        "w2": sub(FP64, ONE, a.beta2),
-        "beta1": a.beta1,
-        "beta2": a.beta2,
-        "eps_hat": a.eps_hat(t),
-        "step_size": a.step_size(t),
-        "decay": a.decay(),
-    }
-    s = {k: double(x) for k, x in scalars.items()}
-    c = {k: torch.tensor(x, dtype=compute) for k, x in s.items()}
-    p, g, m, v = (x.to(compute) for x in (p, g, m, v))
-    g = g * c["grad_factor"]
-    if a.maximize:
-        g = -g
-    if s["l2"] != 0:
-        g = g + c["l2"] * p
-    m = m + c["w1"] * (g - m) if s["w1"] < 0.5 else g - c["beta1"] * (g - m)
-    square = (c["w2"] * g) * g
-    largest = torch.tensor(torch.finfo(compute).max, dtype=compute)
-    forgotten = c["w2"] * v
-    forgotten = torch.where(forgotten < largest, forgotten, largest)
-    v = v + (square - forgotten) if s["w2"] < 0.5 else square + c["beta2"] * v
-    d = v
-    if vmax is not None:
-        vmax = vmax.to(compute)
-        d = vmax = torch.where((vmax > v) | vmax.isnan(), vmax, v)
-    u = m / (exact_sqrt(d) + c["eps_hat"])
-    change = c["step_size"] * u
-    if s["decay"] != 0:
-        change = c["decay"] * p + change
-    p = p - change
-    new_vmax = None if vmax is None else canonical_nan(vmax.to(state_dtype))
-    new_m, new_v = (canonical_nan(x.to(state_dtype)) for x in (m, v))
-    return canonical_nan(p.to(param_dtype)), new_m, new_v, new_vmax
 
 
 def accumulate(acc: Accumulator, doubles: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The control block matches a transcription in Python doubles."""
+"""The control block has the values of docs/numerics.md in Python doubles."""
 
 from __future__ import annotations
 
@@ -36,28 +36,25 @@ def exact_total(doubles: list[float]) -> float:
         return math.inf
 
 
-def transcription(
+def specified(
     doubles: list[float],
     max_grad_norm: float,
     skip_nonfinite: bool,
     grad_scale: float | None,
     found_inf: float | None,
 ) -> dict[str, float]:
-    """Transcribes docs/numerics.md section 4."""
+    """docs/numerics.md, section 4."""
     scale = 1.0 if grad_scale is None else grad_scale
     grad_norm = math.sqrt(exact_total(doubles)) / scale
-    clip_factor = 1.0
-    if max_grad_norm > 0:
-        clip_factor = max_grad_norm / (grad_norm + 1e-6)
-        clip_factor = 1.0 if clip_factor > 1 else clip_factor
-    scaler = bool(found_inf)
-    nonfinite = not math.isfinite(exact_total(doubles)) or scaler
+    clip_factor = max_grad_norm / (grad_norm + 1e-6) if max_grad_norm > 0 else 1.0
+    clip_factor = 1.0 if clip_factor > 1 else clip_factor
+    nonfinite = not math.isfinite(exact_total(doubles)) or bool(found_inf)
     return {
         "grad_norm": grad_norm,
         "clip_factor": clip_factor,
         "grad_factor": clip_factor * (1 / scale),
         "found_inf": float(nonfinite),
-        "skip": float(nonfinite and (skip_nonfinite or scaler)),
+        "skip": float(nonfinite and (skip_nonfinite or bool(found_inf))),
     }
 
 
@@ -77,7 +74,7 @@ def scalar(x: float | None) -> torch.Tensor | None:
     found_inf=st.sampled_from([None, 0.0, 1.0]),
 )
 @settings(max_examples=300, deadline=None)
-def test_transcription(
+def test_values(
     doubles: list[float],
     max_grad_norm: float,
     skip_nonfinite: bool,
@@ -91,7 +88,7 @@ def test_transcription(
     before = accumulator.tolist()
     ops.control_update_(control, accumulator, scalar(grad_scale), scalar(found_inf))
     got = fields(control)
-    want = transcription(doubles, max_grad_norm, skip_nonfinite, grad_scale, found_inf)
+    want = specified(doubles, max_grad_norm, skip_nonfinite, grad_scale, found_inf)
     assert same({k: got[k] for k in FIELDS}, want)
     assert got["max_grad_norm"] == max_grad_norm
     assert got["skip_nonfinite"] == float(skip_nonfinite)

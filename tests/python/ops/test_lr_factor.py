@@ -1,8 +1,7 @@
-"""The learning-rate factor matches a transcription in Python doubles, and mpmath."""
+"""The learning-rate factor matches the oracle, in Python doubles, and mpmath."""
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -14,50 +13,9 @@ from hypothesis import strategies as st
 
 from torchopt_ext import ops
 
+from ...support.oracle import cospi, lr_factor
+
 KINDS = ("linear", "sqrt", "cosine")
-
-
-def horner(z: float, coefficients: list[float]) -> float:
-    result = 0.0
-    for c in reversed(coefficients):
-        result = result * z + c
-    return result
-
-
-def cospi(x: float) -> float:
-    """Transcribes docs/numerics.md section 5: Python's doubles are IEEE and never fused."""
-    if x > 0.5:
-        return -cospi(1.0 - x)
-    y = math.pi * (x if x <= 0.25 else 0.5 - x)
-    first = 0 if x <= 0.25 else 1
-    signed = [(-1) ** k / math.factorial(2 * k + first) for k in range(10)]
-    value = horner(y * y, signed)
-    return value if x <= 0.25 else y * value
-
-
-def transcription(
-    step: int,
-    *,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    decay_type: str,
-    min_factor: float,
-    generation: int,
-) -> float:
-    extra = 1 if generation == 1 else 0
-    before_decay = warmup_steps + stable_steps
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + extra)
-    if step < before_decay or decay_steps + extra == 0:
-        return 1.0
-    progress = min(1.0, (step + 1 - before_decay) / (decay_steps + extra))
-    shape = {
-        "linear": 1.0 - progress,
-        "sqrt": 1.0 - math.sqrt(progress),
-        "cosine": 0.5 * (1.0 + cospi(progress)),
-    }
-    return min_factor + (1.0 - min_factor) * shape[decay_type]
 
 
 schedules = st.fixed_dictionaries(
@@ -74,12 +32,12 @@ schedules = st.fixed_dictionaries(
 
 @given(schedules, st.lists(st.integers(0, 200_000), min_size=1, max_size=20))
 @settings(max_examples=150, deadline=None)
-def test_transcription(schedule: dict[str, Any], steps: list[int]) -> None:
+def test_values(schedule: dict[str, Any], steps: list[int]) -> None:
     warmup, stable = schedule["warmup_steps"], schedule["stable_steps"]
     length = warmup + stable + schedule["decay_steps"]
     corners = [warmup - 1, warmup, warmup + stable - 1, warmup + stable, length - 1, length]
     steps += [s for s in corners if s >= 0]
-    expected = [transcription(s, **schedule) for s in steps]
+    expected = [lr_factor(s, **schedule) for s in steps]
     got = [ops.lr_factor(s, **schedule) for s in steps]
     assert all(isinstance(x, float) for x in got)
     assert got == expected
@@ -141,7 +99,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 def test_counts_up_to_the_largest(step: int, endless: str) -> None:
     lengths = {"warmup_steps": 100, "stable_steps": 0, "decay_steps": 0, endless: sys.maxsize}
     schedule = {**lengths, "decay_type": "linear", "min_factor": 0.0, "generation": 1}
-    expected = min(transcription(step, **schedule), 1.0)
+    expected = min(lr_factor(step, **schedule), 1.0)
     assert ops.lr_factor(step, **schedule) == pytest.approx(expected, abs=1e-9)
     assert ops.lr_factor(torch.tensor([step]), **schedule).item() == ops.lr_factor(step, **schedule)
 

@@ -3,10 +3,7 @@ TorchScript and torch.compile."""
 
 from __future__ import annotations
 
-import ctypes
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +13,9 @@ from torch import Tensor
 
 import torchopt_ext  # noqa: F401  registers torch.ops.torchopt_ext
 from torchopt_ext import ops
+
+from ...support.compare import assert_same
+from .contract import WRONG, assert_compiles_to_one_graph, each_backend, rejected
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 operators = torch.ops.torchopt_ext
@@ -58,58 +58,25 @@ def call(lists: Lists, control: Tensor | None = None, **hyper: Any) -> None:
     )
 
 
-def memory(tensor: Tensor) -> bytes | None:
-    """Returns all bytes of a tensor's storage, or None on the meta device."""
-    if tensor.layout != torch.strided:
-        return memory(tensor.coalesce().values())
-    if tensor.is_meta:
-        return None
-    storage = tensor.untyped_storage()
-    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
-
-
-@contextmanager
-def refused(tensors: list[Tensor], *words: str) -> Iterator[None]:
-    """Asserts that the block raises with every word, and changes no tensor and no version."""
-    before = [(memory(x), x._version) for x in tensors]
-    with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)) as info:
-        yield
-    message = str(info.value)
-    for word in words:
-        assert re.search(word, message), message
-    assert [(memory(x), x._version) for x in tensors] == before
-
-
 def everything(lists: Lists) -> list[Tensor]:
     return [x for tensors in lists.values() for x in tensors]
 
 
 Replacement = Callable[[Tensor], Tensor]
-WRONG: dict[str, tuple[Replacement, str]] = {
-    "sparse": (lambda x: x.to_sparse(), "[Ss]parse"),
-    "complex": (lambda x: x.to(torch.complex64), "[Cc]omplex"),
-    "integer": (lambda x: x.to(torch.int32), "[Ii]nt"),
-    "other dtype": (lambda x: x.double(), "float64|[Dd]ouble"),
-    "meta": (lambda x: x.to("meta"), "meta"),
-    "shape": (lambda x: x[:-1].clone(), "shape"),
-    "more dimensions": (lambda x: x.unsqueeze(0), "shape"),
-    "gaps": (lambda x: torch.stack([x, x], -1)[..., 0], "strides"),
-    "repeated": (lambda x: x[:1].clone().expand(x.shape), "strides"),
-}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("role", range(5), ids=ROLES[:5])
-def test_adam_refuses_a_bad_tensor(role: int, position: int, wrong: str) -> None:
+def test_adam_rejects_a_bad_tensor(role: int, position: int, wrong: str) -> None:
     if role == 1 and wrong in ("gaps", "repeated"):
         pytest.skip("such a gradient is copied")
     change, word = WRONG[wrong]
     lists = adam_lists()
     lists[LISTS[role]][position] = change(lists[LISTS[role]][position])
-    if wrong in ("other dtype", "shape", "more dimensions") and role == 0:
+    if wrong in ("float64", "shape", "more dimensions") and role == 0:
         word = ""  # the error may name any tensor that differs from the parameter
-    with refused(everything(lists), rf"\b{position}\b", word):
+    with rejected(everything(lists), rf"\b{position}\b", word):
         call(lists)
 
 
@@ -124,30 +91,35 @@ def test_adam_refuses_a_bad_tensor(role: int, position: int, wrong: str) -> None
     ],
     ids=["float64", "int64", "meta", "two elements"],
 )
-def test_adam_refuses_a_bad_step(change: Replacement, position: int) -> None:
+def test_adam_rejects_a_bad_step(change: Replacement, position: int) -> None:
     lists = adam_lists()
     lists["state_steps"][position] = change(lists["state_steps"][position])
-    with refused(everything(lists), rf"\b{position}\b"):
+    with rejected(everything(lists), rf"\b{position}\b"):
         call(lists)
 
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("change", ["shorter", "longer"])
-def test_adam_refuses_lists_of_other_lengths(name: str, change: str) -> None:
+def test_adam_rejects_lists_of_other_lengths(name: str, change: str) -> None:
     lists = adam_lists()
     if change == "shorter":
         lists[name] = lists[name][:2]
     else:
         lists[name] = [*lists[name], lists[name][0].clone()]
-    with refused(everything(lists), r"\b3\b", r"\b[24]\b"):
+    with rejected(everything(lists), r"\b3\b", r"\b[24]\b"):
         call(lists)
 
 
-@pytest.mark.parametrize("transposed", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
-def test_adam_refuses_a_state_with_other_strides(transposed: str) -> None:
+@pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [(lambda x: x.t().contiguous().t(), "strides"), (lambda x: x.bfloat16(), "dtype|BFloat16")],
+    ids=["strides", "dtype"],
+)
+def test_adam_rejects_a_state_unlike_the_others(name: str, change: Replacement, word: str) -> None:
     lists = adam_lists()
-    lists[transposed][2] = lists[transposed][2].t().contiguous().t()
-    with refused(everything(lists), r"\b2\b", "strides"):
+    lists[name][2] = change(lists[name][2])
+    with rejected(everything(lists), r"\b2\b", word):
         call(lists)
 
 
@@ -175,30 +147,24 @@ def share(lists: Lists, a: tuple[str, int], b: tuple[str, int], offset: int) -> 
     ],
     ids=str,
 )
-def test_adam_refuses_overlapping_memory(
+def test_adam_rejects_overlapping_memory(
     a: tuple[str, int], b: tuple[str, int], offset: int
 ) -> None:
     lists = adam_lists()
     share(lists, a, b, offset)
-    with refused(everything(lists), "memory", rf"\b{a[1]}\b", rf"\b{b[1]}\b"):
+    with rejected(everything(lists), "memory", rf"\b{a[1]}\b", rf"\b{b[1]}\b"):
         call(lists)
 
 
-def test_adjacent_tensors_do_not_overlap() -> None:
+def test_what_may_share_memory() -> None:
+    """Adjacent parameters, and one gradient for two of them."""
     lists = adam_lists()
-    room = torch.zeros(141)
-    lists["params"] = [room[:5], room[5:75], room[75:].view(6, 11)]
-    call(lists)
-    assert (room != 0).all()
-
-
-def test_one_gradient_for_two_parameters_is_allowed() -> None:
-    lists = adam_lists()
-    lists["params"][1] = torch.zeros(5)
-    for name in LISTS[2:5]:
-        lists[name][1] = torch.zeros(5)
+    room = torch.zeros(76)
+    lists = {name: [x[0], x[0].clone(), x[2]] for name, x in lists.items()}
+    lists["params"] = [room[:5], room[5:10], room[10:].view(6, 11)]
     lists["grads"][1] = lists["grads"][0]
     call(lists)
+    assert (room != 0).all()
 
 
 BAD_HYPER: dict[str, list[float]] = {
@@ -213,10 +179,10 @@ BAD_HYPER: dict[str, list[float]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD_HYPER.items() for value in values]
 )
-def test_adam_refuses_bad_arguments(name: str, value: float) -> None:
+def test_adam_rejects_bad_arguments(name: str, value: float) -> None:
     lists = adam_lists()
     words = {"lr": "learning rate", "beta1": "beta", "beta2": "beta", "eps": "epsilon"}
-    with refused(everything(lists), words.get(name, name)):
+    with rejected(everything(lists), words.get(name, name)):
         call(lists, **{name: value})
 
 
@@ -225,9 +191,9 @@ def test_adam_refuses_bad_arguments(name: str, value: float) -> None:
     [torch.ones(2), torch.tensor(1), torch.tensor(0.1, device="meta"), torch.tensor(0.1j)],
     ids=["two elements", "int64", "meta", "complex"],
 )
-def test_adam_refuses_a_bad_learning_rate_tensor(lr: Tensor) -> None:
+def test_adam_rejects_a_bad_learning_rate_tensor(lr: Tensor) -> None:
     lists = adam_lists()
-    with refused(everything(lists), "lr"):
+    with rejected(everything(lists), "lr"):
         call(lists, lr=lr)
 
 
@@ -243,9 +209,9 @@ def test_adam_refuses_a_bad_learning_rate_tensor(lr: Tensor) -> None:
 )
 def test_bad_control(control: Tensor) -> None:
     lists = adam_lists()
-    with refused([*everything(lists), control], "control|meta"):
+    with rejected([*everything(lists), control], "control|meta"):
         call(lists, control)
-    with refused([control], "control|meta"):
+    with rejected([control], "control|meta"):
         ops.control_update_(control, ops.new_accumulator())
 
 
@@ -260,23 +226,23 @@ BAD_ACCUMULATORS = {
 @pytest.mark.parametrize("accumulator", BAD_ACCUMULATORS.values(), ids=BAD_ACCUMULATORS.keys())
 def test_bad_accumulator(accumulator: Tensor) -> None:
     control = ops.new_control()
-    with refused([accumulator], "accumulator|meta"):
+    with rejected([accumulator], "accumulator|meta"):
         ops.grad_sumsq_([torch.ones(3)], accumulator)
-    with refused([control, accumulator], "accumulator|meta"):
+    with rejected([control, accumulator], "accumulator|meta"):
         ops.control_update_(control, accumulator)
     if not accumulator.is_meta:  # for a meta accumulator the total is on meta
-        with refused([accumulator], "accumulator"):
+        with rejected([accumulator], "accumulator"):
             ops.accumulator_total(accumulator)
 
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("wrong", ["sparse", "complex", "integer", "meta"])
-def test_grad_sumsq_refuses_a_bad_tensor(wrong: str, position: int) -> None:
+def test_grad_sumsq_rejects_a_bad_tensor(wrong: str, position: int) -> None:
     change, word = WRONG[wrong]
     grads = [torch.ones(5), torch.ones(7), torch.ones(9)]
     grads[position] = change(grads[position])
     accumulator = ops.new_accumulator()
-    with refused([*grads, accumulator], rf"\b{position}\b", word):
+    with rejected([*grads, accumulator], rf"\b{position}\b", word):
         ops.grad_sumsq_(grads, accumulator)
 
 
@@ -288,7 +254,7 @@ def test_grad_sumsq_refuses_a_bad_tensor(wrong: str, position: int) -> None:
 )
 def test_bad_scaler_tensors(name: str, value: Tensor) -> None:
     control, accumulator = ops.new_control(), ops.new_accumulator()
-    with refused([control, accumulator], f"{name}|meta"):
+    with rejected([control, accumulator], f"{name}|meta"):
         ops.control_update_(control, accumulator, **{name: value})
 
 
@@ -329,16 +295,6 @@ def test_autograd_sees_that_a_parameter_changed() -> None:
         )  # fmt: skip
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_views_that_negate_lazily() -> None:
-    lists, plain = adam_lists(), adam_lists()
-    lists["grads"] = [torch._neg_view(x) for x in lists["grads"]]
-    plain["grads"] = [-x for x in plain["grads"]]
-    call(lists)
-    call(plain)
-    for a, b in zip(lists["params"], plain["params"], strict=True):
-        assert torch.equal(a, b)
 
 
 SCHEDULE: dict[str, Any] = {
@@ -410,25 +366,16 @@ def scripted_step(
         decoupled_weight_decay=True, maximize=False,
     )  # fmt: skip
     sizes = [p.numel() for p in params]
-    ranks = torch.ops.torchopt_ext.partition_greedy(sizes, 2)
+    ranks = torch.ops.torchopt_ext.partition_greedy(sizes, 2, tie_loads=[1, 0])
     return torch.ops.torchopt_ext.accumulator_total(accumulator), ranks
 
 
-@torch.jit.script
-def scripted_plan(numels: list[int]) -> list[int]:
-    return torch.ops.torchopt_ext.partition_greedy(numels, 2, tie_loads=[1, 0])
-
-
-def test_torchscript_plan() -> None:
-    assert scripted_plan([5, 140, 9]) == [0, 1, 0]
-
-
-def eager_step(lists: Lists, accumulator: Tensor, control: Tensor, step: int) -> Tensor:
+def step(lists: Lists, accumulator: Tensor, control: Tensor, steps: Any) -> Tensor:
     ops.grad_sumsq_(lists["grads"], accumulator)
     ops.control_update_(control, accumulator)
     schedule = {"warmup_steps": 3, "stable_steps": 2, "decay_steps": 9, "decay_type": "cosine"}
-    call(lists, control, lr=0.1 * ops.lr_factor(step, **schedule))
-    call(lists, control, lr=0.1 * ops.lr_factor(torch.tensor([step]), **schedule))
+    call(lists, control, lr=0.1 * ops.lr_factor(steps, **schedule))
+    call(lists, control, lr=0.1 * ops.lr_factor(torch.as_tensor([steps]), **schedule))
     return ops.accumulator_total(accumulator)
 
 
@@ -441,10 +388,9 @@ def test_torchscript() -> None:
         control.clone(),
         7,
     )
-    assert torch.equal(total, eager_step(eager, ops.new_accumulator(), control, 7))
-    assert ranks == [1, 0, 1]
-    for a, b in zip(everything(scripted), everything(eager), strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(total, step(eager, ops.new_accumulator(), control, 7))
+    assert ranks == [0, 1, 0]
+    assert_same(scripted, eager)
 
 
 class Stepped(torch.nn.Module):
@@ -497,39 +443,22 @@ def test_one_element_is_a_tensor_to_the_operators() -> None:
         operators.adam_(*arguments, **HYPER | {"lr": torch.tensor(1)})
 
 
-def compiled_step(lists: Lists, accumulator: Tensor, control: Tensor, steps: Tensor) -> Tensor:
-    ops.grad_sumsq_(lists["grads"], accumulator)
-    ops.control_update_(control, accumulator)
-    factor = ops.lr_factor(steps, warmup_steps=3, stable_steps=2, decay_steps=9)
-    call(lists, control)
-    call(lists, control, lr=0.1 * factor)
-    return ops.accumulator_total(accumulator) + factor
-
-
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [
-        pytest.param(torch.float32, "inductor", marks=pytest.mark.newest_torch),  # half a minute
-        (torch.bfloat16, "aot_eager"),
-    ],
-    ids=str,
-)
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_compile_traces_one_graph(dtype: torch.dtype, backend: str) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(compiled_step, fullgraph=True, backend=backend)
-    ours, eager = adam_lists(dtype), adam_lists(dtype)
-    controls = [ops.new_control(max_grad_norm=0.5) for _ in range(2)]
-    for step in range(2):
-        steps = torch.tensor([step])
-        total = compiled(ours, ops.new_accumulator(), controls[0], steps)
-        assert torch.equal(total, compiled_step(eager, ops.new_accumulator(), controls[1], steps))
-    for a, b in zip(everything(ours), everything(eager), strict=True):
-        assert torch.equal(a, b)
+    if backend == "inductor" and dtype == torch.bfloat16:
+        pytest.skip("as long again")
 
+    def make() -> tuple[Any, ...]:
+        control = ops.new_control(max_grad_norm=0.5)
+        return adam_lists(dtype), ops.new_accumulator(), control, torch.tensor(1)
 
-@pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
-def test_adam_refuses_states_of_different_dtypes(name: str) -> None:
-    lists = adam_lists(amsgrad=True)
-    lists[name][1] = lists[name][1].bfloat16()
-    with refused(everything(lists), "dtype|BFloat16", r"\b1\b"):
-        call(lists)
+    def run(lists: Lists, accumulator: Tensor, control: Tensor, steps: Tensor) -> Tensor:
+        ops.grad_sumsq_(lists["grads"], accumulator)
+        ops.control_update_(control, accumulator)
+        factor = ops.lr_factor(steps, warmup_steps=3, stable_steps=2, decay_steps=9)
+        call(lists, control)
+        call(lists, control, lr=0.1 * factor)
+        return ops.accumulator_total(accumulator) + factor
+
+    assert_compiles_to_one_graph(run, make, backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -171,20 +170,8 @@ def test_largest_share_of_llama3_8b(world_size: int) -> None:
     for n, rank in zip(numels, ops.partition_greedy(numels, world_size), strict=True):
         loads[rank] += n
     equal = sum(numels) / world_size
-    print(f"{world_size} ranks, {len(plan.lengths)} buckets: the largest share is "
-          f"{largest / equal:.5f} of an equal one, by greedy {max(loads) / equal:.2f}")  # fmt: skip
     assert largest / equal < 1.005
     assert max(loads) / equal > largest / equal
-
-
-def test_a_large_plan_is_quick() -> None:
-    hidden = 2048
-    numels, rows = [hidden * hidden, hidden] * 5000, [hidden, 1] * 5000
-    start = time.perf_counter()
-    plan = ops.partition_balanced(numels, rows, 1024)
-    seconds = time.perf_counter() - start
-    print(f"{len(plan.lengths)} buckets in {seconds * 1e3:.1f} ms")
-    assert seconds < 1  # takes some tens of milliseconds, but the machine may be busy
 
 
 @pytest.mark.parametrize(

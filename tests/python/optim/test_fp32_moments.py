@@ -18,7 +18,8 @@ from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardCon
 from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.statedict.dcp import load
 
-from ...support.compare import assert_same_bits
+from ...support import problems
+from ...support.compare import assert_same, assert_same_bits
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 CODES_OF = {m.name: m.codes for m in ADAM.moments}
@@ -42,11 +43,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, optimizer: Any, *seeds: int) -> None:
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        optimizer.step()
+    problems.train(optimizer, seeds, model.parameters())
 
 
 def eight_bits(model: nn.Module, optimizer: Any) -> list[str]:
@@ -62,27 +59,19 @@ def eight_bits(model: nn.Module, optimizer: Any) -> list[str]:
     return found
 
 
-def assert_same_states(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert_same_bits(ours.values(), [theirs[name] for name in ours])
-
-
-def given(model: nn.Module, how: str) -> Any:
-    return {
-        "parameters": model.parameters(),
-        "names": model.named_parameters(),
-        "groups": param_groups(model),
-    }[how]
-
-
 @pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
 @pytest.mark.parametrize("how", ["parameters", "names", "groups"])
 def test_embeddings_keep_them_by_default(
     how: str, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, objects, searches = Model(), gc.get_objects, []
+    params: Any = {
+        "parameters": model.parameters(),
+        "names": model.named_parameters(),
+        "groups": param_groups(model),
+    }[how]
     monkeypatch.setattr(gc, "get_objects", lambda: searches.append(how) or objects())
-    optimizer = cls(given(model, how), **INT8)
+    optimizer = cls(params, **INT8)
     train(model, optimizer, 1)
     assert eight_bits(model, optimizer) == ["body.weight"]
     assert searches == [how]  # a search reads all objects of the process
@@ -109,7 +98,7 @@ def test_no_other_bit_changes(master: str | None) -> None:
         for name, param in model.named_parameters():
             if name in names:
                 assert_same_bits([param], [theirs[name]])
-                assert_same_states(optimizer.state[param], expected.state[theirs[name]])
+                assert_same(optimizer.state[param], expected.state[theirs[name]])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +256,7 @@ def test_small_parameters_are_stepped_in_backward_as_after_it() -> None:
             container.zero_grad()
     for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_same_bits([own], [other])
-        assert_same_states(after.state[own], inside.state[other])
+        assert_same(after.state[own], inside.state[other])
 
 
 LOADS: dict[str, Any] = {
@@ -310,7 +299,7 @@ def test_states_load_with_other_choices(
         state, loaded = source.state[param], target.state[names[name]]
         if same:
             assert_same_bits([param], [names[name]])
-            assert_same_states(state, loaded)
+            assert_same(state, loaded)
         else:
             torch.testing.assert_close(param, names[name], rtol=0, atol=2e-2)
             assert loaded["step"] == 3
@@ -330,7 +319,7 @@ def test_the_conversion_is_that_of_other_dtypes() -> None:
         for optimizer in (target, expected):
             optimizer.load_state_dict(source.state_dict())
         for param in (model.tok.weight, model.bag.weight):
-            assert_same_states(target.state[param], expected.state[param])
+            assert_same(target.state[param], expected.state[param])
 
 
 def test_zero_passes_it_on(one_rank: None) -> None:

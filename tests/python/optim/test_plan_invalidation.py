@@ -17,68 +17,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.optim import param_states as state_module
 
 from ...support.compare import assert_same_bits, bits, snapshot
-from ...support.problems import make_params, set_gradients
-from ...support.ways import OURS
+from ...support.problems import copied, make_params, params_of, set_gradients, train
+from ...support.ways import BF16
 
-BF16 = torch.bfloat16
 KWARGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": 1.0}
 
+SHAPES = ((3, 4), (7,), (), (2, 3, 5), (3, 3))
 Setup = tuple[list[nn.Parameter], Any]
 
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list with one entry per plan built from Python."""
-    found: list[int] = []
+    counted: list[int] = []
     build = state_module.build_plan
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        found.append(1)
+        counted.append(1)
         return build(*args, **kwargs)
 
     monkeypatch.setattr(state_module, "build_plan", counting)
-    return found
+    return counted
 
 
-def started(steps: int = 2, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Setup:
-    params = make_params(dtype=dtype)
-    optimizer = OURS["AdamW"](params, **{**KWARGS, **kwargs})
-    for step in range(steps):
-        set_gradients(params, seed=step)
-        optimizer.step()
+def started(
+    steps: int = 2, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, **kwargs: Any
+) -> Setup:
+    params = make_params(shapes, dtype)
+    optimizer = FusedAdamW(params, **{**KWARGS, **kwargs})
+    train(optimizer, range(steps))
     return params, optimizer
-
-
-def params_of(optimizer: Any) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def afresh(optimizer: Any, **kwargs: Any) -> Any:
-    """Returns a new optimizer over copies of the parameters, with copies of the state."""
-    groups = []
-    for group in optimizer.param_groups:
-        copies = []
-        for p in group["params"]:
-            q = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-            if p.grad is not None:
-                q.grad = p.grad.detach().clone()
-            copies.append(q)
-        groups.append({**group, "params": copies})
-    fresh = type(optimizer)(groups, **{**KWARGS, **kwargs})
-    saved = copy.deepcopy(optimizer.state_dict())
-    missing = [k for k, entry in saved["state"].items() if not entry]
-    for k in missing:
-        del saved["state"][k]
-    fresh.load_state_dict(saved)
-    return fresh
 
 
 def assert_steps_as_a_fresh_one(optimizer: Any, steps: int = 2, **kwargs: Any) -> None:
     for step in range(steps):
-        fresh = afresh(optimizer, **kwargs)
+        fresh = copied(optimizer, **KWARGS | kwargs)
         for mine, theirs in zip(params_of(optimizer), params_of(fresh), strict=True):
             if mine.requires_grad:
                 set_gradients([mine], [theirs], seed=100 + step)
@@ -128,6 +105,12 @@ def shifted(tensor: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
+def transpose_in_place(tensor: Tensor) -> None:
+    """Gives a square matrix the same values in the other memory order, in the same memory."""
+    values = tensor.clone()
+    tensor.t_().copy_(values)
+
+
 Change = Callable[[list[nn.Parameter], Any], object]
 MEMORY_ONLY: dict[str, Change] = {
     "gradients cleared": lambda ps, o: o.zero_grad(set_to_none=True),
@@ -165,6 +148,7 @@ STRUCTURAL: dict[str, Change] = {
     "moment of other strides": lambda ps, o: o.state[ps[0]].update(
         exp_avg=transposed(o.state[ps[0]]["exp_avg"])
     ),
+    "moment transposed in place": lambda ps, o: transpose_in_place(o.state[ps[-1]]["exp_avg_sq"]),
     "new step": lambda ps, o: [o.state[p].update(step=torch.tensor(41.0)) for p in ps],
     "data of a step": lambda ps, o: set_data(o.state[ps[1]]["step"], torch.tensor(41.0)),
     "step as a number": lambda ps, o: o.state[ps[1]].update(step=41),
@@ -222,9 +206,7 @@ def test_no_new_plan_when_only_memory_moved(change: str, builds: list[int]) -> N
     params, optimizer = started()
     CHANGES[change](params, optimizer)
     builds.clear()
-    for step in range(3):
-        set_gradients([p for p in params if p.requires_grad], seed=step)
-        optimizer.step()
+    train(optimizer, range(3), [p for p in params if p.requires_grad])
     assert not builds
 
 
@@ -232,13 +214,10 @@ def test_a_plan_is_built_once(builds: list[int]) -> None:
     params, optimizer = started(steps=0)
     for step in range(5):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        set_gradients(params, seed=step)
-        optimizer.step()
+        train(optimizer, [step])
     assert len(builds) == 1
     NEW_MOMENT(params, optimizer)
-    set_gradients(params)
-    optimizer.step()
-    optimizer.step()
+    train(optimizer, [0, 0])
     assert len(builds) == 2
 
 
@@ -247,23 +226,19 @@ def test_gradients_in_turns(builds: list[int]) -> None:
     params, optimizer = started(steps=0)
     counts = [0] * len(params)
     for step in range(12):
-        fresh = afresh(optimizer)
+        fresh = copied(optimizer, **KWARGS)
         present = [i for i in range(len(params)) if (step + 1) % (i + 1) == 0]
-        for group in (params, params_of(fresh)):
-            for p in group:
-                p.grad = None
-            set_gradients([group[i] for i in present], seed=step)
-        optimizer.step()
-        fresh.step()
-        for i in present:
-            counts[i] += 1
+        for each in (optimizer, fresh):
+            each.zero_grad()
+            train(each, [step], [params_of(each)[i] for i in present])
+        counts = [count + (i in present) for i, count in enumerate(counts)]
         assert_same_bits(params, params_of(fresh))
-        found = [float(optimizer.state[p]["step"]) if optimizer.state[p] else 0 for p in params]
-        assert found == counts
+        states = [optimizer.state[p] for p in params]
+        assert [float(s["step"]) if s else 0 for s in states] == counts
     assert len(builds) - 12 <= len(params)  # each fresh optimizer builds one
 
 
-# ---- other dtypes and shapes ---------------------------------------------------------------------
+# ---- other dtypes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, "fp32"])
@@ -276,13 +251,12 @@ def test_another_dtype(kind: str | None, before: torch.dtype, after: torch.dtype
     for p in params:
         p.grad = None
         p.data = p.detach().to(after)
-    fresh = afresh(optimizer, master_weights=kind)
+    fresh = copied(optimizer, **KWARGS, master_weights=kind)
     if kind is None:  # without state_dtype the moments keep their dtype
         for p, q in zip(params, params_of(fresh), strict=True):
             fresh.state[q] = copy.deepcopy(dict(optimizer.state[p]))
-    set_gradients(params, params_of(fresh), seed=50)
-    optimizer.step()
-    fresh.step()
+    for each in (optimizer, fresh):
+        train(each, [50])
     assert_same_bits(params, params_of(fresh))
     for p, q in zip(params, params_of(fresh), strict=True):
         assert p.dtype == after
@@ -291,14 +265,12 @@ def test_another_dtype(kind: str | None, before: torch.dtype, after: torch.dtype
 
 def test_moments_of_a_parameter_with_gaps_stay_in_a_new_plan(builds: list[int]) -> None:
     param = nn.Parameter(torch.ones(3, 8)[:, :4])
-    optimizer = OURS["AdamW"]([param])
-    set_gradients([param])
-    optimizer.step()
+    optimizer = FusedAdamW([param])
+    train(optimizer, [0])
     moment = optimizer.state[param]["exp_avg"]
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.state[param]["exp_avg"] = moment
-    set_gradients([param])
-    optimizer.step()
+    train(optimizer, [1])
     assert len(builds) == 2
     assert optimizer.state[param]["exp_avg"] is moment
 
@@ -332,8 +304,8 @@ def _collected() -> Iterator[None]:
 def test_soak(kwargs: dict[str, Any]) -> None:
     """3,000 steps with changing gradients grow neither memory nor object count."""
     dtype = BF16 if "master_weights" in kwargs else torch.float32
-    params = make_params(((64, 65), (65,), (), (300,)), dtype=dtype)
-    optimizer = OURS["AdamW"](params, lr=1e-4, **kwargs)
+    shapes = ((64, 65), (65,), (), (300,))
+    params, optimizer = started(0, dtype, shapes, **kwargs)
 
     def steps(count: int) -> None:
         for step in range(count):
@@ -361,48 +333,38 @@ def test_soak(kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [3, 2500])
 def test_moments_that_changed_roles_in_place_are_noticed(count: int) -> None:
-    params = make_params([(2,)] * count)
-    optimizer = OURS["AdamW"](params, **KWARGS)
-    set_gradients(params)
-    optimizer.step()
+    params, optimizer = started(1, shapes=[(2,)] * count)
     entry = optimizer.state[params[count // 2]]
     step, first, second = entry["step"], entry["exp_avg"], entry["exp_avg_sq"]
     entry.clear()
     entry["step"], entry["exp_avg_sq"], entry["exp_avg"] = step, first.abs_(), second
-    set_gradients(params, seed=1)
     assert_steps_as_a_fresh_one(optimizer, steps=1)
 
 
 def test_entries_that_were_empty_at_first_are_noticed_among_thousands() -> None:
-    params = make_params([(2,)] * 2500)
-    optimizer = OURS["AdamW"](params, **KWARGS)
+    params, optimizer = started(0, shapes=[(2,)] * 2500)
     assert not any(optimizer.state[param] for param in params)
     optimizer.step()
     for param in params[2000:]:
         optimizer.state[param]["note"] = torch.zeros(())
-    set_gradients(params)
-    optimizer.step()
+    train(optimizer, [0])
     assert all(optimizer.state[param]["step"].item() == 1.0 for param in params)
     assert_steps_as_a_fresh_one(optimizer, steps=1)
 
 
 def test_a_swapped_learning_rate() -> None:
-    params, optimizer = started(lr=torch.tensor(0.02))
+    _, optimizer = started(lr=torch.tensor(0.02))
     torch.utils.swap_tensors(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
-    expected = afresh(optimizer)
-    for each in (optimizer, expected):
-        set_gradients(params_of(each), seed=9)
-        each.step()
-    assert_same_bits(params, params_of(expected))
+    assert_steps_as_a_fresh_one(optimizer)
 
 
 def at_address(address: int, make: Callable[[], Any]) -> Any:
     """Returns an object at the address of one that was freed."""
     others = []
     for _ in range(100_000):
-        if id(found := make()) == address:
-            return found
-        others.append(found)
+        others.append(make())
+        if id(others[-1]) == address:
+            return others[-1]
     pytest.skip("the allocator did not use the address again")
 
 
@@ -415,10 +377,7 @@ class NoTensor(Slots):
 
 
 def test_a_parameter_at_the_address_of_a_freed_one(builds: list[int]) -> None:
-    params = make_params([(6, 2)])
-    optimizer = OURS["AdamW"](params, **KWARGS)
-    set_gradients(params)
-    optimizer.step()
+    params, optimizer = started(1, shapes=[(6, 2)])
     group, memory, address = optimizer.param_groups[0], params[0].data, id(params[0])
     entry = optimizer.state.pop(params.pop())
     group["params"] = []
