@@ -49,10 +49,9 @@ def scaled_copy_(
     to: list[Tensor], from_: list[Tensor], control: Tensor, *, unscale: bool
 ) -> None: ...
 
-# Uninitialized tensors with the sizes and strides of each of `like`, and `dtype` or its own, one
-# after the other at multiples of 128 bytes of one allocation, on `device` or theirs. Each has a
-# storage of its own bytes, which cannot be resized and keeps the allocation; so recording a stream
-# does nothing for it. With `one_version` they share a version counter, as views of one tensor do.
+# Allocates one uninitialized tensor per entry of `like`, with its sizes, strides and (without
+# `dtype`) dtype, packed in one block at multiples of 128 bytes. Each has a storage of its bytes,
+# which keeps the block and cannot be resized. With `one_version` they share a version counter.
 def carve(
     like: list[Tensor],
     dtype: torch.dtype | None = None,
@@ -95,9 +94,9 @@ class OptimizerPlan:
         self,
         param_groups: list[dict[str, Any]],
         state: Mapping[Tensor, Any],
-        # Parameter, moments (None without amsgrad), master (or None) and step; their local tensors;
-        # group, name, number, part; place (state/storage.py); whether the local tensors are copy
-        # and, as master, weight
+        # Parameter, states, master, scales, step (None where absent); their local tensors; group,
+        # name, number, part; place (state/storage.py); is_copy: the local parameter is the 16-bit
+        # copy of an fp32 weight, which takes the master's position
         params: Sequence[tuple[Any, ...]],
         algorithms: Sequence[str],  # by group
         part_devices: Sequence[torch.device],

@@ -34,13 +34,13 @@ void for_each_option(const Visit& visit) {
 
 // Returns a group's options. Replaces each option that equals that of a new object by the
 // optimizer's. libtorch 2.15 does so for its own optimizers only (torch/optim/optimizer.h).
-std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptions& own,
+std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptions& of_group,
                                                            const FusedAdamWOptions& defaults) {
   const FusedAdamWOptions usual;
   auto options = std::make_unique<FusedAdamWOptions>(defaults);
   for_each_option([&](const char*, const auto& option) {
-    if (option(own) != option(usual)) {
-      option(*options) = option(own);
+    if (option(of_group) != option(usual)) {
+      option(*options) = option(of_group);
     }
   });
   check_initial_options(*options);
@@ -50,12 +50,12 @@ std::unique_ptr<FusedAdamWOptions> with_inherited_defaults(const FusedAdamWOptio
 // Returns whether the archive has the value, and copies it: the archive keeps its own tensors.
 template <class T>
 bool read(InputArchive& archive, const std::string& name, T& value, bool may_lack = false) {
-  c10::IValue found;
-  const bool there = archive.try_read(name, found);
+  c10::IValue stored;
+  const bool there = archive.try_read(name, stored);
   TORCH_CHECK(there || may_lack, "the archive has no ", name,
               ", expected that of an Adam or AdamW optimizer");
   if (there) {
-    value = found.deepcopy().to<T>();
+    value = stored.deepcopy().to<T>();
   }
   return there;
 }
@@ -213,12 +213,12 @@ void FusedAdamW::load(InputArchive& archive) {
   planned().fit_state(loaded.param_groups_, loaded.state_);
   std::vector<FusedAdamWOptions> options;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
-    const FusedAdamWOptions& own = options_of(param_groups_[g]);
+    const FusedAdamWOptions& before = options_of(param_groups_[g]);
     FusedAdamWOptions& next = options.emplace_back(options_of(loaded.param_groups_[g]));
     const auto lacking = std::exchange(next.lacking_, {});
     for_each_option([&](const char* name, const auto& option) {
       if (std::ranges::find(lacking, name) != lacking.end()) {
-        option(next) = option(own);
+        option(next) = option(before);
       }
     });
   }

@@ -19,8 +19,8 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 
 FusedAdamWParamState* state_of(const PlannedStep::State& state, const at::Tensor& param) {
-  const auto found = state.find(param.unsafeGetTensorImpl());
-  return found == state.end() ? nullptr : static_cast<FusedAdamWParamState*>(found->second.get());
+  const auto at = state.find(param.unsafeGetTensorImpl());
+  return at == state.end() ? nullptr : static_cast<FusedAdamWParamState*>(at->second.get());
 }
 
 // Calls visit(group, index in the group, index among all parameters, parameter) in order.
@@ -95,26 +95,28 @@ Label PlannedStep::what(size_t number, const at::Tensor& param) const {
 
 void PlannedStep::fit_state(const Groups& groups, State& state) const {
   for_each_param(groups, [&](size_t g, size_t, size_t number, const at::Tensor& param) {
-    FusedAdamWParamState* own = state_of(state, param);
-    if (own != nullptr && param.requires_grad()) {
-      fit(*own, options_of(groups[g]).amsgrad(), number, param);
+    FusedAdamWParamState* param_state = state_of(state, param);
+    if (param_state != nullptr && param.requires_grad()) {
+      fit(*param_state, options_of(groups[g]).amsgrad(), number, param);
     }
   });
 }
 
 // Moves a parameter's state to its device and storage order.
-void PlannedStep::fit(FusedAdamWParamState& own, bool amsgrad, size_t number,
+void PlannedStep::fit(FusedAdamWParamState& param_state, bool amsgrad, size_t number,
                       const at::Tensor& param) const {
   const Label param_what = what(number, param);
-  TORCH_CHECK(own.step().defined() && own.exp_avg().defined() && own.exp_avg_sq().defined(),
+  TORCH_CHECK(param_state.step().defined() && param_state.exp_avg().defined() &&
+                  param_state.exp_avg_sq().defined(),
               "the state of ", param_what, " lacks step, exp_avg or exp_avg_sq");
-  own.step(own.step().to(param.device(), at::kFloat).reshape({}));
-  if (amsgrad && !own.max_exp_avg_sq().defined()) {
-    own.max_exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));
+  param_state.step(param_state.step().to(param.device(), at::kFloat).reshape({}));
+  if (amsgrad && !param_state.max_exp_avg_sq().defined()) {
+    param_state.max_exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));
   }
-  for_each_moment(own, own.max_exp_avg_sq().defined(), [&](int k, at::Tensor& moment) {
-    moment = like_new_moment(moment, Adam::kStates[k].name, param, param_what);
-  });
+  for_each_moment(param_state, param_state.max_exp_avg_sq().defined(),
+                  [&](int k, at::Tensor& moment) {
+                    moment = like_new_moment(moment, Adam::kStates[k].name, param, param_what);
+                  });
 }
 
 // Makes the state of parameters with a first gradient, and lists them in `begun`. Plans the
@@ -139,12 +141,12 @@ void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tens
     const at::Tensor steps = at::zeros({static_cast<int64_t>(begun.size())},
                                        begun[0].options().dtype(at::kFloat).requires_grad(false));
     for (size_t i = 0; i < begun.size(); ++i) {
-      auto own = std::make_unique<FusedAdamWParamState>();
-      own->step(steps[static_cast<int64_t>(i)]);
-      for_each_moment(*own, /*with_max=*/false, [&](int, at::Tensor& moment) {
+      auto param_state = std::make_unique<FusedAdamWParamState>();
+      param_state->step(steps[static_cast<int64_t>(i)]);
+      for_each_moment(*param_state, /*with_max=*/false, [&](int, at::Tensor& moment) {
         moment = at::zeros_like(begun[i], at::MemoryFormat::Preserve);
       });
-      state[begun[i].unsafeGetTensorImpl()] = std::move(own);
+      state[begun[i].unsafeGetTensorImpl()] = std::move(param_state);
     }
   }
   slots_.clear();
@@ -155,14 +157,14 @@ void PlannedStep::build(const Groups& groups, State& state, std::vector<at::Tens
     }
     slots_.push_back({g, index});
     const bool amsgrad = options_of(groups[g]).amsgrad();
-    FusedAdamWParamState* own = state_of(state, param);
-    fit(*own, amsgrad, number, param);
+    FusedAdamWParamState* param_state = state_of(state, param);
+    fit(*param_state, amsgrad, number, param);
     StepPlan::Entry entry;
     entry.tensors[kParam] = param;
-    for_each_moment(*own, amsgrad, [&](int k, const at::Tensor& moment) {
+    for_each_moment(*param_state, amsgrad, [&](int k, const at::Tensor& moment) {
       entry.tensors[state_array(k)] = moment;
     });
-    entry.tensors[kStep] = own->step();
+    entry.tensors[kStep] = param_state->step();
     entry.group = static_cast<int32_t>(g);
     if (const std::string* name = what(number, param).name) {
       entry.name = *name;
@@ -192,16 +194,16 @@ bool PlannedStep::collect(const Groups& groups, const State& state) {
   }
   const auto read = [&](size_t i, StepPlan::TensorImpls& tensors) -> const at::Tensor* {
     const at::Tensor& param = param_at(slots_[i]);
-    const FusedAdamWParamState* own = state_of(state, param);
+    const FusedAdamWParamState* param_state = state_of(state, param);
     tensors = {};
-    if (own == nullptr) {
-      return nullptr;  // no tensors: differs from what is known
+    if (param_state == nullptr) {
+      return nullptr;  // no tensors: differs from the record
     }
     tensors[kParam] = param.unsafeGetTensorImpl();
-    for_each_moment(*own, amsgrad[slots_[i].group], [&](int k, const at::Tensor& moment) {
+    for_each_moment(*param_state, amsgrad[slots_[i].group], [&](int k, const at::Tensor& moment) {
       tensors[state_array(k)] = moment.unsafeGetTensorImpl();
     });
-    tensors[kStep] = own->step().unsafeGetTensorImpl();
+    tensors[kStep] = param_state->step().unsafeGetTensorImpl();
     return &param.unsafeGetTensorImpl()->grad();
   };
   if (!plan_->collect(read)) {

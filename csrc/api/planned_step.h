@@ -20,7 +20,7 @@ class PlannedStep {
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using State = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-  // `names`: the known names of parameters by TensorImpl, for error messages.
+  // `names`: names of parameters by TensorImpl, where there are any, for error messages.
   explicit PlannedStep(std::unordered_map<const void*, std::string> names = {})
       : names_(std::move(names)) {}
 
@@ -45,7 +45,8 @@ class PlannedStep {
 
   bool collect(const Groups& groups, const State& state);
   void build(const Groups& groups, State& state, std::vector<at::Tensor>& begun);
-  void fit(FusedAdamWParamState& own, bool amsgrad, size_t number, const at::Tensor& param) const;
+  void fit(FusedAdamWParamState& param_state, bool amsgrad, size_t number,
+           const at::Tensor& param) const;
   void set_control(double max_grad_norm, bool skip_nonfinite);
   Label what(size_t number, const at::Tensor& param) const;
 
@@ -62,11 +63,11 @@ class PlannedStep {
 
 // Calls visit(k, moment) for a state's moments by their numbers in Adam::kStates.
 template <class State, class Visit>
-void for_each_moment(State& own, bool with_max, const Visit& visit) {
-  visit(Adam::kExpAvg, own.exp_avg());
-  visit(Adam::kExpAvgSq, own.exp_avg_sq());
+void for_each_moment(State& param_state, bool with_max, const Visit& visit) {
+  visit(Adam::kExpAvg, param_state.exp_avg());
+  visit(Adam::kExpAvgSq, param_state.exp_avg_sq());
   if (with_max) {
-    visit(Adam::kMaxExpAvgSq, own.max_exp_avg_sq());
+    visit(Adam::kMaxExpAvgSq, param_state.max_exp_avg_sq());
   }
 }
 

@@ -75,7 +75,7 @@ struct VectorLaneOf {
   using Bits = VectorOf<uint32_t, W::bytes>;
   static constexpr int width = W::bytes / sizeof(T);
   static constexpr bool converts = sizeof(T) == sizeof(float);
-  static constexpr bool any_layout = false;
+  static constexpr bool has_narrow_types = false;
   static reg load(const T* x) { return load_vector<reg>(x); }
   static void store(T* x, reg a) { store_vector(x, a); }
   static reg set1(T a) { return a - reg{}; }  // an addition would lose -0

@@ -24,7 +24,7 @@ struct PairLane {
   };
   static constexpr int width = 2 * L::width;
   static constexpr bool converts = true;
-  static constexpr bool any_layout = true;
+  static constexpr bool has_narrow_types = true;
 
   // Floats and fp16 take two accesses.
   template <class Element>

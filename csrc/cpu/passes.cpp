@@ -260,8 +260,8 @@ void digest(const WorkList& arrays, const at::Tensor& digests) {
     for (size_t i = first; i < last; ++i) {
       const Chunk& chunk = arrays.chunks[i];
       const DigestArray& array = arrays.tensors[static_cast<size_t>(chunk.tensor)];
-      const uint64_t found = kernels().digest(array, chunk.begin, chunk.end());
-      std::atomic_ref(sums[chunk.tensor]).fetch_add(static_cast<int64_t>(found));
+      const uint64_t digest = kernels().digest(array, chunk.begin, chunk.end());
+      std::atomic_ref(sums[chunk.tensor]).fetch_add(static_cast<int64_t>(digest));
     }
   });
 }

@@ -12,7 +12,7 @@ namespace {
 template <class L>
 struct PartialRegister : L {
   static constexpr bool converts = false;
-  static constexpr bool any_layout = false;
+  static constexpr bool has_narrow_types = false;
   typename L::reg load(const typename L::scalar* x) const { return L::load_part(x, n); }
   void store(typename L::scalar* x, typename L::reg a) const { L::store_part(x, a, n); }
   int n;
@@ -105,7 +105,7 @@ template <class A, class L, class Tail, class Trace>
     using Lane = std::remove_cvref_t<decltype(lane)>;
     const ElementsAt<Lane> at{lane, layout, x, i};
     trace.before(at);
-    if constexpr (Lane::any_layout) {
+    if constexpr (Lane::has_narrow_types) {
       const auto random = draws != nullptr ? draws->of<Lane>(i - begin) : typename Lane::Random{};
       update_elements<A>(at, s, mode, draws != nullptr ? &random : nullptr);
     } else {

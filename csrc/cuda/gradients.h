@@ -9,16 +9,17 @@
 
 namespace torchopt_ext {
 
+inline constexpr int kFewTensors = 480;
+inline constexpr int kSomeTensors = 2048;
+inline constexpr int kMostTensors = 3456;
+
 template <int kTensors>
-struct GradientsOf {
+struct GradientPointers {
   static constexpr int kMost = kTensors;
 
   int32_t first;        // index of the first tensor
   int32_t count;        // number of tensors
   void* memory[kMost];  // null: no gradient
 };
-using Gradients = GradientsOf<3456>;
-using SomeGradients = GradientsOf<2048>;
-using FewGradients = GradientsOf<480>;
 
 }  // namespace torchopt_ext

@@ -243,7 +243,7 @@ struct NormKernel : KernelOf<256, 3> {
   static constexpr int kWarps = 256 / kWarpThreads;
   using Shared = ExactAccumulator[kWarps];
 
-  GradientsOf<kTensors> gradients;
+  GradientPointers<kTensors> gradients;
   // Tables in device memory.
   const TensorWork* tensors;
   const Chunk* chunks;  // of at most kBlockElements; a warp takes one chunk at a time

@@ -45,7 +45,7 @@ struct CudaTables {
   DeviceTable tensors;
   DeviceTable steps;
   DeviceTable norm_chunks;
-  std::vector<int64_t> first_norm_chunk;  // by range of Gradients::kMost tensors
+  std::vector<int64_t> first_norm_chunk;  // by range of kMostTensors tensors
   DeviceTable chunks;
   std::array<int64_t, kKinds + 1> first_chunk{};  // by kind
   DeviceTable first_of_tensor;                    // for tracking: the first chunk of each tensor
@@ -106,12 +106,12 @@ void for_each_range_of(const WorkList& work, const F& f) {
 }
 template <template <int> class Kernel, class F>
 void for_each_range(const WorkList& work, const F& f) {
-  if (work.tensors.size() <= FewGradients::kMost) {
-    for_each_range_of<Kernel<FewGradients::kMost>>(work, f);
-  } else if (work.tensors.size() <= SomeGradients::kMost) {
-    for_each_range_of<Kernel<SomeGradients::kMost>>(work, f);
+  if (work.tensors.size() <= kFewTensors) {
+    for_each_range_of<Kernel<kFewTensors>>(work, f);
+  } else if (work.tensors.size() <= kSomeTensors) {
+    for_each_range_of<Kernel<kSomeTensors>>(work, f);
   } else {
-    for_each_range_of<Kernel<Gradients::kMost>>(work, f);
+    for_each_range_of<Kernel<kMostTensors>>(work, f);
   }
 }
 
@@ -123,13 +123,13 @@ void sum_of_squares(const WorkList& work, const at::Tensor& accumulator, bool no
     CudaTables& tables = tables_of(work, stream);
     if (tables.norm_chunks.empty()) {
       const std::vector<Chunk> norm_chunks = make_chunks(work.tensors, kBlockElements);
-      tables.first_norm_chunk = first_chunks(norm_chunks, work.tensors.size(), Gradients::kMost);
+      tables.first_norm_chunk = first_chunks(norm_chunks, work.tensors.size(), kMostTensors);
       tables.norm_chunks.upload(norm_chunks, stream);
     }
     const int multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto* chunks = tables.norm_chunks.address<const Chunk>(stream);
     for_each_range<NormKernel>(work, [&]<int kTensors>(NormKernel<kTensors>& kernel) {
-      const auto range = static_cast<size_t>(kernel.gradients.first / Gradients::kMost);
+      const auto range = static_cast<size_t>(kernel.gradients.first / kMostTensors);
       const int64_t first = tables.first_norm_chunk[range];
       kernel.tensors = tables.tensors.address<const TensorWork>(stream);
       kernel.chunks = chunks + first;

@@ -6,9 +6,9 @@
 
 namespace torchopt_ext {
 
-template void launch(const NormKernel<Gradients::kMost>&, int64_t, CUstream_st*);
-template void launch(const NormKernel<SomeGradients::kMost>&, int64_t, CUstream_st*);
-template void launch(const NormKernel<FewGradients::kMost>&, int64_t, CUstream_st*);
+template void launch(const NormKernel<kMostTensors>&, int64_t, CUstream_st*);
+template void launch(const NormKernel<kSomeTensors>&, int64_t, CUstream_st*);
+template void launch(const NormKernel<kFewTensors>&, int64_t, CUstream_st*);
 template void launch(const NormalizeKernel&, int64_t, CUstream_st*);
 template void launch(const TotalKernel&, int64_t, CUstream_st*);
 template void launch(const ControlUpdateKernel&, int64_t, CUstream_st*);

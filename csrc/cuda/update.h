@@ -24,7 +24,8 @@ struct ParamGroupArgs {
   DType lr_dtype;
 };
 
-// Consecutive groups as a kernel parameter, like Gradients. More groups take several launches.
+// Consecutive groups as a kernel parameter, like GradientPointers. More groups take several
+// launches.
 struct ParamGroups {
   static constexpr int kMost = 38;
 
@@ -137,7 +138,7 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const UpdateChunk<kKind>& c
 // updated in this step, advances its step count and computes its scalars.
 template <int kTensors>
 struct PrepareKernel : KernelOf<kUpdateThreads> {
-  GradientsOf<kTensors> gradients;
+  GradientPointers<kTensors> gradients;
   ParamGroups groups;
   UpdateArgs args;
 
@@ -175,6 +176,6 @@ struct PrepareKernel : KernelOf<kUpdateThreads> {
     }
   }
 };
-static_assert(sizeof(PrepareKernel<Gradients::kMost>) < 32764);  // gradients.h
+static_assert(sizeof(PrepareKernel<kMostTensors>) < 32764);  // gradients.h
 
 }  // namespace torchopt_ext

@@ -26,13 +26,13 @@ TORCHOPT_HD inline typename L::Random random_bits_of_group(const RoundingStream&
   return random;
 }
 
-// Calls f(k) with k known at compile time: an index known only at run time would move an array from
+// Calls f(k) with k as a constant: an index of run time would move an array from
 // registers to local memory.
 template <class F>
 TORCHOPT_HD inline void at_element(int k, const F& f) {
-  unrolled<kThreadElements>([&](int known) {
-    if (known == k) {
-      f(known);
+  unrolled<kThreadElements>([&](int constant) {
+    if (constant == k) {
+      f(constant);
     }
   });
 }
@@ -76,9 +76,9 @@ struct QuantizedChunk {
             [&](const auto& draws, int i) { kept = update_weights<Share>(i, decoding, draws); },
             [&](const auto& draws, int i, int k) {
               const auto one = update_weights<One>(i, decoding, draws);
-              at_element(k, [&](int known) {
+              at_element(k, [&](int constant) {
                 for_each_moment<A>([&](auto moment) {
-                  kept.of[moment].element[known] = one.of[moment].element[0];
+                  kept.of[moment].element[constant] = one.of[moment].element[0];
                 });
               });
             });
@@ -109,9 +109,10 @@ struct QuantizedChunk {
           [&](const auto& draws, int i) { store_codes<Share>(i, i - begin, kept, inverse, draws); },
           [&](const auto& draws, int i, int k) {
             Moments<A, One> one{};
-            at_element(k, [&](int known) {
-              for_each_moment<A>(
-                  [&](auto moment) { one.of[moment].element[0] = kept.of[moment].element[known]; });
+            at_element(k, [&](int constant) {
+              for_each_moment<A>([&](auto moment) {
+                one.of[moment].element[0] = kept.of[moment].element[constant];
+              });
             });
             store_codes<One>(i, i - begin, one, inverse, draws);
           });

@@ -18,7 +18,7 @@ struct VectorLane {
   };
   static constexpr int width = kWidth;
   static constexpr bool converts = SingleLane::converts;
-  static constexpr bool any_layout = SingleLane::any_layout;
+  static constexpr bool has_narrow_types = SingleLane::has_narrow_types;
   // Returns the distance of element k from the register's first element.
   TORCHOPT_HD static constexpr int offset(int k) { return k / kRun * kStride + k % kRun; }
 

@@ -93,7 +93,7 @@ struct Adam {
        .traced_blocks = 1},
   };
 
-  // Scalars::own and own_flag.
+  // Indices of Scalars::value and flag.
   enum { kKeeps1, kKeeps2, kW1, kW2, kEpsHat };
   enum { kSmallW1, kSmallW2 };
 
@@ -110,13 +110,13 @@ struct Adam {
     const double w2 = L::sub(1.0, hyper[kBeta2]);
     Scalars<T> s =
         common_scalars<T>(hyper, grad_factor, L::mul(L::div(hyper[kLr], bias_correction1), root));
-    s.own[kKeeps1] = static_cast<T>(hyper[kBeta1]);
-    s.own[kKeeps2] = static_cast<T>(hyper[kBeta2]);
-    s.own[kW1] = static_cast<T>(w1);
-    s.own[kW2] = static_cast<T>(w2);
-    s.own[kEpsHat] = static_cast<T>(L::mul(hyper[kEps], root));
-    s.own_flag[kSmallW1] = w1 < 0.5;
-    s.own_flag[kSmallW2] = w2 < 0.5;
+    s.value[kKeeps1] = static_cast<T>(hyper[kBeta1]);
+    s.value[kKeeps2] = static_cast<T>(hyper[kBeta2]);
+    s.value[kW1] = static_cast<T>(w1);
+    s.value[kW2] = static_cast<T>(w2);
+    s.value[kEpsHat] = static_cast<T>(L::mul(hyper[kEps], root));
+    s.flag[kSmallW1] = w1 < 0.5;
+    s.flag[kSmallW2] = w2 < 0.5;
     return s;
   }
 
@@ -126,20 +126,20 @@ struct Adam {
                                                         R (&state)[kMostStates], uint32_t states) {
     R& m = state[kExpAvg];
     R& v = state[kExpAvgSq];
-    m = moving_average<L>(m, g, s.own[kW1], s.own[kKeeps1], s.own_flag[kSmallW1]);
-    const R w2 = L::set1(s.own[kW2]);
+    m = moving_average<L>(m, g, s.value[kW1], s.value[kKeeps1], s.flag[kSmallW1]);
+    const R w2 = L::set1(s.value[kW2]);
     const R weighted_square = L::mul(L::mul(w2, g), g);
     // Once v has overflowed, v - w2*v would be infinity - infinity; the bound keeps v infinite.
     const R forgotten = L::min(L::mul(w2, v), L::set1(largest_finite<typename L::scalar>));
-    v = s.own_flag[kSmallW2] ? L::add(v, L::sub(weighted_square, forgotten))
-                             : L::add(weighted_square, L::mul(L::set1(s.own[kKeeps2]), v));
+    v = s.flag[kSmallW2] ? L::add(v, L::sub(weighted_square, forgotten))
+                         : L::add(weighted_square, L::mul(L::set1(s.value[kKeeps2]), v));
     m = L::canonical(m);
     v = L::canonical(v);
     R d = v;
     if ((states & kMax) != 0) {
       d = state[kMaxExpAvgSq] = L::canonical(L::max_keep_nan(state[kMaxExpAvgSq], v));
     }
-    return L::div(m, L::add(L::sqrt(d), L::set1(s.own[kEpsHat])));
+    return L::div(m, L::add(L::sqrt(d), L::set1(s.value[kEpsHat])));
   }
 };
 

@@ -78,13 +78,13 @@ struct KindTraits {
   Algorithm algorithm{};
 };
 
-// An update's scalars, rounded once to the compute type T. The algorithm names its own.
+// An update's scalars, rounded once to the compute type T. The algorithm names `value` and `flag`.
 template <class T>
 struct Scalars {
   T grad_factor, l2, decay, step_size;
-  T own[5];
+  T value[5];
   bool maximize, has_l2, has_decay, cautious;
-  bool own_flag[2];
+  bool flag[2];
 };
 
 // The scalars of one tensor's step in both compute types. Only the tensor's own type is used.

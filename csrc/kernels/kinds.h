@@ -60,9 +60,9 @@ void with_kind(Kind kind, const F& f) {
 template <Kind kKind>
 [[gnu::always_inline]] TORCHOPT_HD inline Layout known_layout(const Layout& layout) {
   constexpr KindTraits kKnown = kTraits<kKind>;
-  Layout known = kKnown.general ? layout : kKnown.layout;
-  known.states = kKnown.layout.states | (kKnown.optional & layout.states);
-  return known;
+  Layout layout_of_kind = kKnown.general ? layout : kKnown.layout;
+  layout_of_kind.states = kKnown.layout.states | (kKnown.optional & layout.states);
+  return layout_of_kind;
 }
 template <Kind kKind>
 [[gnu::always_inline]] TORCHOPT_HD inline StepMode known_mode(const StepOptions& options,

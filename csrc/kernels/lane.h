@@ -7,7 +7,7 @@
 // - All: load, store, stream, set1, set1_in_register, add, sub, mul, div, sqrt, neg, min,
 //   max_keep_nan, canonical and count_lost.
 // - Where `converts` is true: load, store and stream of 16-bit elements, rounded to nearest.
-// - Where `any_layout` is true: load_joined and store_split for weights with a remainder
+// - Where `has_narrow_types` is true: load_joined and store_split for weights with a remainder
 //   (remainder.h); random, store_stochastic and store_split_stochastic (stochastic.h); and for
 //   8-bit moments (quantize.h) load_code, store_codes, fraction, fma, abs, sub_bits, max_magnitude,
 //   store_temporary and load_temporary. max_of_pair and SingleLane::largest find the largest
@@ -40,7 +40,7 @@ struct ScalarLane {
   using Words = ScalarWords;
   static constexpr int width = 1;
   static constexpr bool converts = sizeof(T) == sizeof(float);  // to and from 16-bit elements
-  static constexpr bool any_layout = converts;                  // codes, remainders, random bits
+  static constexpr bool has_narrow_types = converts;            // codes, remainders, random bits
 
   TORCHOPT_HD static T load(const T* x) { return *x; }
   TORCHOPT_HD static void store(T* x, T a) { *x = a; }

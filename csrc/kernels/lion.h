@@ -45,7 +45,8 @@ struct Lion {
        .traced_blocks = 1},
   };
 
-  // Scalars::own and own_flag: the weights of the direction's average, then of the state's.
+  // Indices of Scalars::value and flag: the weights of the direction's average, then of the
+  // state's.
   enum { kKeeps1, kKeeps2, kW1, kW2 };
   enum { kSmallW1, kSmallW2 };
 
@@ -55,12 +56,12 @@ struct Lion {
     const double w1 = L::sub(1.0, hyper[kBeta1]);
     const double w2 = L::sub(1.0, hyper[kBeta2]);
     Scalars<T> s = common_scalars<T>(hyper, grad_factor, hyper[kLr]);
-    s.own[kKeeps1] = static_cast<T>(hyper[kBeta1]);
-    s.own[kKeeps2] = static_cast<T>(hyper[kBeta2]);
-    s.own[kW1] = static_cast<T>(w1);
-    s.own[kW2] = static_cast<T>(w2);
-    s.own_flag[kSmallW1] = w1 < 0.5;
-    s.own_flag[kSmallW2] = w2 < 0.5;
+    s.value[kKeeps1] = static_cast<T>(hyper[kBeta1]);
+    s.value[kKeeps2] = static_cast<T>(hyper[kBeta2]);
+    s.value[kW1] = static_cast<T>(w1);
+    s.value[kW2] = static_cast<T>(w2);
+    s.flag[kSmallW1] = w1 < 0.5;
+    s.flag[kSmallW2] = w2 < 0.5;
     return s;
   }
 
@@ -69,8 +70,8 @@ struct Lion {
                                                         R (&state)[kMostStates],
                                                         uint32_t /*states*/) {
     R& m = state[0];
-    const R c = moving_average<L>(m, g, s.own[kW1], s.own[kKeeps1], s.own_flag[kSmallW1]);
-    m = L::canonical(moving_average<L>(m, g, s.own[kW2], s.own[kKeeps2], s.own_flag[kSmallW2]));
+    const R c = moving_average<L>(m, g, s.value[kW1], s.value[kKeeps1], s.flag[kSmallW1]);
+    m = L::canonical(moving_average<L>(m, g, s.value[kW2], s.value[kKeeps2], s.flag[kSmallW2]));
     return sign<L>(c);
   }
 };

@@ -25,17 +25,17 @@ struct QuantizedScalars<Adam> {
     // they would have after scaling. Otherwise clipping may be what makes the squares finite.
     scales_gradients = has_l2 || !(grad_factor >= 0x1p-16f && grad_factor <= 1.0f);
     const float weight = scales_gradients ? 1.0f : grad_factor;
-    const float exp_avg_unit = L::mul(s.own[Adam::kW1], weight);
-    const float root_unit = L::mul(L::sqrt(s.own[Adam::kW2]), weight);
+    const float exp_avg_unit = L::mul(s.value[Adam::kW1], weight);
+    const float root_unit = L::mul(L::sqrt(s.value[Adam::kW2]), weight);
     units = {{exp_avg_unit, root_unit}};
-    decoding = {{L::div(L::mul(s.own[Adam::kKeeps1], kCodeUnit), exp_avg_unit),
-                 L::div(L::sqrt(s.own[Adam::kKeeps2]), root_unit)}};
+    decoding = {{L::div(L::mul(s.value[Adam::kKeeps1], kCodeUnit), exp_avg_unit),
+                 L::div(L::sqrt(s.value[Adam::kKeeps2]), root_unit)}};
     const float per_unit = L::mul(L::mul(s.step_size, kQuotientScale), exp_avg_unit);
     const float divisor_unit = L::div(root_unit, per_unit);
     // A step size of 0, or too small for divisors, gets the largest divisor.
     const bool divisor_fits = !(L::abs(divisor_unit) >= 0x1p64f);  // true for a NaN
     to_divisor = divisor_fits ? divisor_unit : 1.0f;
-    eps = divisor_fits ? L::div(s.own[Adam::kEpsHat], per_unit) : kLargestDivisor;
+    eps = divisor_fits ? L::div(s.value[Adam::kEpsHat], per_unit) : kLargestDivisor;
   }
 
   PerMoment<Adam, float> units;

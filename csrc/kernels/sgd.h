@@ -60,7 +60,7 @@ struct Sgd {
     return fits ? nullptr : "Nesterov momentum requires a momentum and zero dampening";
   }
 
-  // Scalars::own and own_flag.
+  // Indices of Scalars::value and flag.
   enum { kKeeps, kW, kAhead };
   enum { kLooksAhead };
 
@@ -69,10 +69,10 @@ struct Sgd {
     Scalars<T> s = common_scalars<T>(hyper, grad_factor, hyper[kLr]);
     // The buffer begins as the first gradient: its former value then counts for nothing.
     const bool begins = step == 1;
-    s.own[kKeeps] = static_cast<T>(begins ? 0.0 : hyper[kMomentum]);
-    s.own[kW] = static_cast<T>(begins ? 1.0 : ScalarLane<double>::sub(1.0, hyper[kDampening]));
-    s.own[kAhead] = static_cast<T>(hyper[kMomentum]);
-    s.own_flag[kLooksAhead] = hyper[kNesterov] != 0.0;
+    s.value[kKeeps] = static_cast<T>(begins ? 0.0 : hyper[kMomentum]);
+    s.value[kW] = static_cast<T>(begins ? 1.0 : ScalarLane<double>::sub(1.0, hyper[kDampening]));
+    s.value[kAhead] = static_cast<T>(hyper[kMomentum]);
+    s.flag[kLooksAhead] = hyper[kNesterov] != 0.0;
     return s;
   }
 
@@ -83,9 +83,9 @@ struct Sgd {
       return g;
     }
     R& buffer = state[0];
-    buffer =
-        L::canonical(L::add(L::mul(L::set1(s.own[kKeeps]), buffer), L::mul(L::set1(s.own[kW]), g)));
-    return s.own_flag[kLooksAhead] ? L::add(g, L::mul(L::set1(s.own[kAhead]), buffer)) : buffer;
+    buffer = L::canonical(
+        L::add(L::mul(L::set1(s.value[kKeeps]), buffer), L::mul(L::set1(s.value[kW]), g)));
+    return s.flag[kLooksAhead] ? L::add(g, L::mul(L::set1(s.value[kAhead]), buffer)) : buffer;
   }
 };
 

@@ -63,7 +63,7 @@ struct ElementsAt {
   template <class Random>
   [[gnu::always_inline]] TORCHOPT_HD void store(DType dtype, Array array, R a,
                                                 const Random* random) const {
-    if constexpr (L::any_layout) {
+    if constexpr (L::has_narrow_types) {
       if (random != nullptr && dtype == DType::kBFloat16) {
         return lane.store_stochastic(address<BFloat16>(array), a, *random, array);
       }
@@ -82,7 +82,7 @@ struct ElementsAt {
     if ((layout.states & 1) == 0) {
       return gradient();
     }
-    if constexpr (L::any_layout) {
+    if constexpr (L::has_narrow_types) {
       if (layout.state == DType::kInt8) {
         return lane.load_code(address<const int8_t>(kState));
       }
@@ -97,7 +97,7 @@ struct ElementsAt {
         return lane.load(address<const float>(kMaster));
       }
     }
-    if constexpr (L::any_layout) {
+    if constexpr (L::has_narrow_types) {
       if (layout.master == Master::kRemainder) {
         return lane.load_joined(address<const BFloat16>(kParam), address<const int16_t>(kMaster));
       }
@@ -123,7 +123,7 @@ struct ElementsAt {
         return;
       }
     }
-    if constexpr (L::any_layout) {
+    if constexpr (L::has_narrow_types) {
       if (layout.master == Master::kRemainder) {
         return lane.store_split(address<BFloat16>(kParam), address<int16_t>(kMaster), p);
       }

@@ -69,14 +69,14 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   TORCH_CHECK(param.device() == device_, param_what, " is on ", param.device(), ", expected ",
               device_);
   non_dense_.erase(i);
-  known_[i].non_dense = false;
+  records_[i].non_dense = false;
   if (!param.is_non_overlapping_and_dense()) {
     check_no_internal_overlap(param, param_what);
     non_dense_[i] = {at::empty_like(param, at::MemoryFormat::Preserve), at::Tensor(),
                      address(*param.unsafeGetTensorImpl()), shape_of(param)};
-    known_[i].non_dense = true;
+    records_[i].non_dense = true;
   }
-  const at::Tensor& dense = known_[i].non_dense ? non_dense_[i].copy : param;
+  const at::Tensor& dense = records_[i].non_dense ? non_dense_[i].copy : param;
   check_states(i, tensors, dense);
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
@@ -109,15 +109,15 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     work.layout.state = work.layout.param;
   }
   set_kind(i);
-  Known& known = known_[i];
-  known.shape = shape_of(dense);
-  known.impl_changed = false;
-  known.gradient_type = at::ScalarType::Undefined;
+  Record& record = records_[i];
+  record.shape = shape_of(dense);
+  record.impl_changed = false;
+  record.gradient_type = at::ScalarType::Undefined;
   for (size_t array = 0; array < kPersistentArrays; ++array) {
-    known.prefetch_addresses[array] = storage_of(tensors[array]);
-    known.type[array] = tensors[array].defined() ? tensors[array].dtype() : caffe2::TypeMeta();
+    record.prefetch_addresses[array] = storage_of(tensors[array]);
+    record.type[array] = tensors[array].defined() ? tensors[array].dtype() : caffe2::TypeMeta();
   }
-  known.prefetch_addresses[kPersistentArrays] = param.unsafeGetTensorImpl()->autograd_meta();
+  record.prefetch_addresses[kPersistentArrays] = param.unsafeGetTensorImpl()->autograd_meta();
 }
 
 void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const {

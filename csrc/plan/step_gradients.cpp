@@ -33,16 +33,16 @@ void StepPlan::check_step_count(size_t i) const {
 }
 
 bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
-  Known& known = known_[i];
+  Record& record = records_[i];
   if (!gradient.defined()) {
     work_.tensors[i].memory[kGrad] = nullptr;
     return true;
   }
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-  set_if_other(known.gradient, impl);
-  if (known.non_dense || !(impl->key_set() == known.gradient_keys) ||
-      gradient.scalar_type() != known.gradient_type || impl->device() != device_ ||
-      !has_shape(*impl, known.shape)) {
+  set_if_other(record.gradient, impl);
+  if (record.non_dense || !(impl->key_set() == record.gradient_keys) ||
+      gradient.scalar_type() != record.gradient_type || impl->device() != device_ ||
+      !has_shape(*impl, record.shape)) {
     return false;
   }
   const void* memory = address(*impl);
@@ -53,7 +53,7 @@ bool StepPlan::take_gradient(size_t i, const at::Tensor& gradient) {
   gradients_[i] = gradient;
   set_if_other(work_.tensors[i].memory[kGrad], const_cast<void*>(memory));
   const void* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  set_if_other(known.prefetch_addresses[kPersistentArrays + 1], storage);
+  set_if_other(record.prefetch_addresses[kPersistentArrays + 1], storage);
   return true;
 }
 
@@ -63,10 +63,10 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     return;
   }
   TensorWork& work = work_.tensors[i];
-  Known& known = known_[i];
+  Record& record = records_[i];
   const at::ScalarType dtype = gradient.scalar_type();
   at::Tensor param = to_tensor(borrowed_[i][kParam]);
-  if (known.non_dense) {
+  if (record.non_dense) {
     NonDense& non_dense = non_dense_.at(i);
     non_dense.param = param;
     param = non_dense.copy;
@@ -80,9 +80,9 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
   }
   check_like(gradient, what(kGrad, i), param, what(is_copied(i) ? kMaster : kParam, i));
   check_step_count(i);
-  if (has_shape(*gradient.unsafeGetTensorImpl(), known.shape) && !is_lazy(gradient)) {
-    known.gradient_keys = gradient.key_set();
-    known.gradient_type = dtype;
+  if (has_shape(*gradient.unsafeGetTensorImpl(), record.shape) && !is_lazy(gradient)) {
+    record.gradient_keys = gradient.key_set();
+    record.gradient_type = dtype;
     gradients_[i] = gradient;
   } else {
     TORCH_CHECK(!work_.options.write_back_gradients, what(kGrad, i), " has strides ",
@@ -91,7 +91,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                 "stepped");
     gradients_[i] = at::empty_like(param, param.options().dtype(dtype)).copy_(gradient.detach());
     ++gradients_copied_;
-    known.gradient_type = at::ScalarType::Undefined;  // take_gradient() rejects the next gradient
+    record.gradient_type = at::ScalarType::Undefined;  // take_gradient() rejects the next gradient
   }
   if (work.layout.grad != dtype_of(gradient)) {
     work.layout.grad = dtype_of(gradient);

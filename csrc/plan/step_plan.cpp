@@ -26,7 +26,7 @@ Shape scale_shape(const Shape& param) {
 
 StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options,
                    at::TensorList read)
-    : known_(entries.size()),
+    : records_(entries.size()),
       borrowed_(entries.size()),
       gradients_(entries.size()),
       device_(device) {
@@ -116,9 +116,9 @@ void StepPlan::split_into_chunks() {
 }
 
 bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
-  Known& known = known_[i];
+  Record& record = records_[i];
   if (borrowed_[i] != tensors) {
-    known.impl_changed = true;
+    record.impl_changed = true;
     borrowed_[i] = tensors;
   }
   const TensorWork& work = work_.tensors[i];
@@ -127,16 +127,16 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
     if (tensor == nullptr) {
       return true;
     }
-    const NonDense* non_dense = array == kParam && known.non_dense ? &non_dense_.at(i) : nullptr;
+    const NonDense* non_dense = array == kParam && record.non_dense ? &non_dense_.at(i) : nullptr;
     const void* memory = non_dense != nullptr ? non_dense->memory : work.memory[array];
     const bool is_scale = array >= kScale && array < kStep;
-    return tensor->dtype() == known.type[array] &&
+    return tensor->dtype() == record.type[array] &&
            (work.numel == 0 || address(*tensor) == memory) &&
-           (is_scale ? has_shape(*tensor, scale_shape(known.shape))
-                     : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : known.shape));
+           (is_scale ? has_shape(*tensor, scale_shape(record.shape))
+                     : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : record.shape));
   };
-  bool all = !known.impl_changed && address(*tensors[kStep]) == work.memory[kStep] &&
-             tensors[kStep]->dtype() == known.type[kStep];
+  bool all = !record.impl_changed && address(*tensors[kStep]) == work.memory[kStep] &&
+             tensors[kStep]->dtype() == record.type[kStep];
   for (size_t array = 0; array < kStep && all; ++array) {
     all = fits(array);
   }
@@ -151,8 +151,9 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
     }
     for (const Array array : {kParam, kMaster}) {
       const at::Tensor& tensor = tensors[array];
-      TORCH_CHECK((tensor.defined() ? tensor.dtype() : caffe2::TypeMeta()) == known_[i].type[array],
-                  what(array, i), " is of another dtype, which decides what state it needs");
+      TORCH_CHECK(
+          (tensor.defined() ? tensor.dtype() : caffe2::TypeMeta()) == records_[i].type[array],
+          what(array, i), " is of another dtype, which decides what state it needs");
     }
     check_entry(i, tensors);
   }
@@ -171,8 +172,8 @@ void StepPlan::prefetch(size_t i) const {
       ask(tensor, sizeof(c10::TensorImpl));
     }
   }
-  ask(known_[i].gradient, sizeof(c10::TensorImpl));
-  for (const void* memory : known_[i].prefetch_addresses) {
+  ask(records_[i].gradient, sizeof(c10::TensorImpl));
+  for (const void* memory : records_[i].prefetch_addresses) {
     ask(memory, 64);
   }
 }

@@ -1,7 +1,7 @@
 // A step plan: the parameters of one device with their state, checked once, and this step's
 // gradients. Operators and optimizer classes both run their passes through a plan.
 //
-// A plan owns none of the tensors it is given except this step's gradients:
+// A plan owns none of its tensors except this step's gradients:
 // torch.utils.swap_tensors, which nn.Module.to() may use, rejects a tensor with other references,
 // and reference counting alone would take longer than a step over small tensors may. The owner of a
 // plan keeps the tensors alive while a method of the plan runs.
@@ -60,12 +60,12 @@ class StepPlan {
            at::TensorList read = {});
 
   // What an entry still needs after collect().
-  enum class Pending : uint8_t { kNothing, kGradient, kAll };
+  enum class Pending : uint8_t { kNothing, kGradient, kTensorsChanged };
 
-  // Compares every entry's current tensors with those known and takes its gradient, on all threads:
-  // for most entries this only reads memory. read(i, tensors) fills in the tensors of entry i and
-  // returns its gradient, or null to leave it pending. Several threads call it, without the GIL.
-  // Returns false if renew() is needed.
+  // Compares every entry's current tensors with those recorded and takes its gradient, on all
+  // threads: for most entries this only reads memory. read(i, tensors) fills in the tensors of
+  // entry i and returns its gradient, or null to leave it pending. Several threads call it, without
+  // the GIL. Returns false if renew() is needed.
   template <class Read>
   bool collect(const Read& read) {
     pending_.resize(size());
@@ -76,12 +76,12 @@ class StepPlan {
         }
         TensorImpls tensors;
         const at::Tensor* gradient = read(i, tensors);
-        pending_[i] = !attach(i, tensors)                                  ? Pending::kAll
+        pending_[i] = !attach(i, tensors) ? Pending::kTensorsChanged
                       : gradient != nullptr && take_gradient(i, *gradient) ? Pending::kNothing
                                                                            : Pending::kGradient;
       }
     });
-    return std::find(pending_.begin(), pending_.end(), Pending::kAll) == pending_.end();
+    return std::find(pending_.begin(), pending_.end(), Pending::kTensorsChanged) == pending_.end();
   }
   Pending pending(size_t i) const { return pending_[i]; }
 
@@ -121,8 +121,8 @@ class StepPlan {
   bool is_short() const { return device_.is_cpu() && work_.cumulative.back() <= 16 << 20; }
 
  private:
-  // The known properties of an entry besides its TensorWork. A step reads all of them.
-  struct Known {
+  // What the last checks recorded of an entry besides its TensorWork. A step reads all of them.
+  struct Record {
     Shape shape;  // the parameter's or its dense copy's
     std::array<caffe2::TypeMeta, kPersistentArrays> type;
     bool impl_changed = false;          // a TensorImpl changed: torch.utils.swap_tensors
@@ -148,8 +148,8 @@ class StepPlan {
   };
 
   // Records an entry's current tensors. Returns false if a TensorImpl (also one swapped behind the
-  // same Python object), its memory, shape or dtype differs from the known one (of the step count
-  // only the memory).
+  // same Python object), its memory, shape or dtype differs from the recorded one (of the step
+  // count only the memory).
   bool attach(size_t i, const TensorImpls& tensors);
   // Takes a gradient, which may be undefined. Returns false if it is not like the gradient before.
   // Needs no GIL: the parameter also refers to the gradient, so this reference is never the first
@@ -171,7 +171,7 @@ class StepPlan {
   void check_step_count(size_t i) const;
 
   WorkList work_;
-  std::vector<Known> known_;
+  std::vector<Record> records_;
   std::vector<TensorImpls> borrowed_;
   std::vector<Pending> pending_;
   std::vector<at::Tensor> gradients_;  // keeps this step's gradients alive

@@ -89,13 +89,13 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
   for (size_t i = 0; i < like.size(); ++i) {
     const at::Tensor& tensor = tensor_at(like, i);
     const at::ScalarType type = dtype.value_or(tensor.scalar_type());
-    const at::Tensor made = tensor_in(storage, memory, tensor, type);
+    const at::Tensor piece = tensor_in(storage, memory, tensor, type);
     if (one_version && i == 0) {
-      version = made.unsafeGetTensorImpl()->version_counter();
+      version = piece.unsafeGetTensorImpl()->version_counter();
     } else if (one_version) {
-      made.unsafeGetTensorImpl()->set_version_counter(version);
+      piece.unsafeGetTensorImpl()->set_version_counter(version);
     }
-    PyObject* object = THPVariable_Wrap(made);
+    PyObject* object = THPVariable_Wrap(piece);
     if (object == nullptr) {
       throw py::error_already_set();
     }

@@ -17,7 +17,7 @@ bool is_tensor(PyObject* object) {
          PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
 
-// Calls visit(object) on each known object that is not null, in the order of the entries.
+// Calls visit(object) on each object that is not null, in the order of the entries.
 template <class Objects, class Visit>
 void visit_objects(const Objects& objects, const Visit& visit) {
   for (size_t i = 0; i < objects.size(); ++i) {
@@ -36,11 +36,11 @@ void visit_objects(const Objects& objects, const Visit& visit) {
 
 }  // namespace
 
-OptimizerPlan::Known::Known(py::handle param)
+OptimizerPlan::ParamIdentity::ParamIdentity(py::handle param)
     : object(param.ptr()),
       counter(THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter()) {}
 
-bool OptimizerPlan::Known::is_same() const {
+bool OptimizerPlan::ParamIdentity::is_same() const {
   return is_tensor(object) &&
          same_counter(counter, THPVariable_Unpack(object).unsafeGetTensorImpl()->version_counter());
 }
@@ -75,7 +75,7 @@ void OptimizerPlan::disown_objects() {
 bool OptimizerPlan::follow(Part& part) {
   for (const Followed& followed : part.followed) {
     py::object local = followed.path.follow(followed.object);
-    if (local.ptr() != followed.known) {
+    if (local.ptr() != followed.local) {
       return false;
     }
     part.objects[followed.entry].local[followed.array] = local.release().ptr();
@@ -109,7 +109,7 @@ void OptimizerPlan::collect_unchanged(Part& part) {
           part.written[i] = !part.marks[i].fits(param, *tensors[kParam]);
         }
         // TensorImpl's grad(): at::Tensor's looks for non-leaf tensors to warn about.
-        return entry.path.empty() ? &tensors[entry.own]->grad() : nullptr;
+        return entry.path.empty() ? &tensors[entry.stepped]->grad() : nullptr;
       });
 }
 
@@ -118,7 +118,7 @@ void OptimizerPlan::collect_unchanged(Part& part) {
 bool OptimizerPlan::attach_changed(Part& part) {
   std::vector<size_t> changed;
   for (size_t i = 0; i < part.objects.size(); ++i) {
-    if (part.plan.pending(i) == StepPlan::Pending::kAll) {
+    if (part.plan.pending(i) == StepPlan::Pending::kTensorsChanged) {
       changed.push_back(i);
     }
   }
@@ -181,9 +181,9 @@ void OptimizerPlan::take_written_weights(Part& part) {
   for (size_t i = 0; i < part.written.size(); ++i) {
     if (part.written[i] != 0) {
       own_objects();
-      const auto& [param, local, path, own] = part.objects[i];
+      const auto& [param, local, path, stepped] = part.objects[i];
       const at::Tensor& weight = THPVariable_Unpack(local[kParam]);
-      if (local[kMaster] != nullptr && own == kParam) {  // not with a low-precision copy
+      if (local[kMaster] != nullptr && stepped == kParam) {  // not with a low-precision copy
         take_weight(THPVariable_Unpack(local[kMaster]), weight);
       }
       part.marks[i] = param.mark(weight);
@@ -199,10 +199,10 @@ std::vector<OptimizerPlan::Collected> OptimizerPlan::collected() const {
     for (size_t i = 0; i < part.objects.size(); ++i) {
       const at::Tensor& gradient = part.plan.gradient(i);
       if (gradient.defined()) {
-        const auto& [param, local, path, own] = part.objects[i];
-        const bool has_master = own == kParam && local[kMaster] != nullptr;
+        const auto& [param, local, path, stepped] = part.objects[i];
+        const bool has_master = stepped == kParam && local[kMaster] != nullptr;
         all[k].positions.push_back(part.positions[i]);
-        all[k].params.append(py::handle(local[own]));
+        all[k].params.append(py::handle(local[stepped]));
         all[k].masters.append(has_master ? py::handle(local[kMaster]) : py::none());
         all[k].gradients.push_back(gradient);
       }
@@ -211,7 +211,7 @@ std::vector<OptimizerPlan::Collected> OptimizerPlan::collected() const {
   return all;
 }
 
-WeightMark OptimizerPlan::Known::mark(const at::Tensor& shard) const {
+WeightMark OptimizerPlan::ParamIdentity::mark(const at::Tensor& shard) const {
   return {*THPVariable_Unpack(object).unsafeGetTensorImpl(), *shard.unsafeGetTensorImpl()};
 }
 

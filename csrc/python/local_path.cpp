@@ -58,10 +58,11 @@ py::object plain_local_gradient(PyObject* param, PyObject* gradient) {
   if (THPVariable_CheckExact(gradient) || PyObject_HasAttr(gradient, kSpec) == 0) {
     return py::none();
   }
-  const py::object wanted = attribute(param, kSpec);
-  const py::object found = attribute(gradient, kSpec);
-  if (!wanted.is(found) && (!attribute(wanted, kMesh).is(attribute(found, kMesh)) ||
-                            !attribute(wanted, kPlacements).equal(attribute(found, kPlacements)))) {
+  const py::object of_param = attribute(param, kSpec);
+  const py::object of_gradient = attribute(gradient, kSpec);
+  if (!of_param.is(of_gradient) &&
+      (!attribute(of_param, kMesh).is(attribute(of_gradient, kMesh)) ||
+       !attribute(of_param, kPlacements).equal(attribute(of_gradient, kPlacements)))) {
     return py::none();
   }
   const py::object local = attribute(gradient, kLocalTensor);

@@ -66,18 +66,18 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
   const std::vector<PyObject*>& keys = kKeys[static_cast<size_t>(algorithm)];
   for (size_t i = 0; i < hypers.size(); ++i) {
     const HyperSpec& spec = hypers[i];
-    PyObject* const found = PyDict_GetItem(group.ptr(), keys[i]);
-    if (!spec.in_operator || (found == nullptr && spec.may_lack)) {
+    PyObject* const item = PyDict_GetItem(group.ptr(), keys[i]);
+    if (!spec.in_operator || (item == nullptr && spec.may_lack)) {
       read.hyper.value[i] = spec.in_operator ? spec.usual : 0.0;
       continue;
     }
-    if (found == nullptr) {
+    if (item == nullptr) {
       throw py::key_error(PyUnicode_AsUTF8(keys[i]));
     }
-    auto value = py::reinterpret_borrow<py::object>(found);
-    if (i == kLr && THPVariable_Check(found)) {
+    auto value = py::reinterpret_borrow<py::object>(item);
+    if (i == kLr && THPVariable_Check(item)) {
       before();
-      read.lr = THPVariable_Unpack(found);
+      read.lr = THPVariable_Unpack(item);
       if (c10::isReducedFloatingType(read.lr.scalar_type()) ||
           c10::isIntegralType(read.lr.scalar_type(), /*includeBool=*/false)) {
         read.lr = read.lr.to(at::kFloat);
@@ -85,14 +85,14 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
       check_lr(read.lr, device);
       continue;
     }
-    if (i == kPeakLr && PyBool_Check(found) != 0) {
+    if (i == kPeakLr && PyBool_Check(item) != 0) {
       raise_mismatch(spec.name, value, "a learning rate");
     }
     if (spec.index >= 0) {
-      if (!PyTuple_CheckExact(found) && !PyList_CheckExact(found)) {
+      if (!PyTuple_CheckExact(item) && !PyList_CheckExact(item)) {
         before();
       }
-      if (PySequence_Check(found) == 0 || py::len(value) != 2) {
+      if (PySequence_Check(item) == 0 || py::len(value) != 2) {
         raise_mismatch(spec.key, value, "two numbers");
       }
       value = value[py::int_(spec.index)];
@@ -127,8 +127,9 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entry.position = number;
     entry.place = {index, first_element, run, stride, rows, gap};
     entry.copied = copied;
-    const Array own = copied ? kMaster : kParam;
-    EntryObjects its{Known(held[kParam]), {}, local_path(held[own], local[own]), own};
+    const Array stepped = copied ? kMaster : kParam;
+    EntryObjects its{
+        ParamIdentity(held[kParam]), {}, local_path(held[stepped], local[stepped]), stepped};
     for (size_t k = 0; k < local.size(); ++k) {
       if (local[k].is_none()) {
         continue;
@@ -145,7 +146,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
-    idle_.push_back({Known(param), !THPVariable_Unpack(param.ptr()).requires_grad()});
+    idle_.push_back({ParamIdentity(param), !THPVariable_Unpack(param.ptr()).requires_grad()});
   }
   for (size_t i = 0; i < entries.size(); ++i) {
     std::vector<bool> uses_group(param_groups.size());

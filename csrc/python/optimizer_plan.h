@@ -100,8 +100,8 @@ class OptimizerPlan {
 
  private:
   // A parameter in the groups. Another parameter may get its address, but not its version counter.
-  struct Known {
-    explicit Known(pybind11::handle param);
+  struct ParamIdentity {
+    explicit ParamIdentity(pybind11::handle param);
     bool is_same() const;
     WeightMark mark(const at::Tensor& shard) const;  // of the parameter as it is
 
@@ -111,10 +111,10 @@ class OptimizerPlan {
 
   // One entry's Python objects. Those that path leads to are null between steps.
   struct EntryObjects {
-    Known param;
+    ParamIdentity param;
     std::array<PyObject*, kPersistentArrays> local;  // null where absent
     LocalPath path;                                  // from param to its local tensor
-    Array own;  // index in `local` of that tensor: kParam, or kMaster with a copy
+    Array stepped;  // index in `local` of that tensor: kParam, or kMaster with a copy
   };
 
   // A local tensor that an object in groups or state leads to.
@@ -122,7 +122,7 @@ class OptimizerPlan {
     size_t entry;
     size_t array;
     PyObject* object;
-    const PyObject* known;  // the local tensor when the plan was built
+    const PyObject* local;  // the local tensor when the plan was built
     LocalPath path;
   };
 
@@ -140,7 +140,7 @@ class OptimizerPlan {
   // A parameter without state. On another rank it may have state, and a gradient once it is
   // unfrozen, so that a plan of the same parts must be built on all ranks then.
   struct Idle {
-    Known param;
+    ParamIdentity param;
     bool frozen;
   };
 

@@ -23,8 +23,8 @@ template <class Value>
 py::bytes packed(const py::list& tensors, const Value& value) {
   std::string bytes;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto found = value(tensor_at(tensors, i));
-    bytes.append(reinterpret_cast<const char*>(&found), sizeof(found));
+    const auto number = value(tensor_at(tensors, i));
+    bytes.append(reinterpret_cast<const char*>(&number), sizeof(number));
   }
   return bytes;
 }

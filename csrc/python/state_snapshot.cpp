@@ -45,12 +45,12 @@ const std::vector<PyObject*> kDeciding = [] {
 
 // Returns the index of a name in kNames; their number if a step does not read the entry.
 size_t index_of(PyObject* name) {
-  auto found = std::ranges::find(kNames, name);
-  if (found == kNames.end() && PyUnicode_Check(name) && PyUnicode_CHECK_INTERNED(name) == 0) {
-    found = std::ranges::find_if(
+  auto at = std::ranges::find(kNames, name);
+  if (at == kNames.end() && PyUnicode_Check(name) && PyUnicode_CHECK_INTERNED(name) == 0) {
+    at = std::ranges::find_if(
         kNames, [name](PyObject* read) { return PyUnicode_Compare(name, read) == 0; });
   }
-  return static_cast<size_t>(found - kNames.begin());
+  return static_cast<size_t>(at - kNames.begin());
 }
 
 // Returns a number that no other dictionary has, nor this dictionary before its last change (PEP
@@ -163,12 +163,12 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
     if (i + 2 * kEntriesAhead < entries_.size()) {
       __builtin_prefetch(entries_[i + 2 * kEntriesAhead].dict);
     }
-    Entry& known = entries_[i];
-    if (!is_version(known.dict, known.version)) {
-      if (values_of(known.dict) != values_[i]) {
+    Entry& entry = entries_[i];
+    if (!is_version(entry.dict, entry.version)) {
+      if (values_of(entry.dict) != values_[i]) {
         return false;
       }
-      known.version = version_of(known.dict);
+      entry.version = version_of(entry.dict);
     }
   }
   return true;

@@ -204,8 +204,8 @@ TEST(Adam, LostUpdatesAreCountedAroundZerosInfinitiesAndNaNs) {
   for (const bool decays : {false, true}) {
     // Moments stay unchanged, and weights where 0 times the moment is 0.
     TensorScalars scalars{};
-    scalars.as_float.own_flag[Adam::kSmallW1] = scalars.as_float.own_flag[Adam::kSmallW2] = true;
-    scalars.as_float.own[Adam::kEpsHat] = 1.0f;
+    scalars.as_float.flag[Adam::kSmallW1] = scalars.as_float.flag[Adam::kSmallW2] = true;
+    scalars.as_float.value[Adam::kEpsHat] = 1.0f;
     scalars.as_float.has_decay = decays;
     for (const KernelTable* table : runnable_tables()) {
       int64_t expected = 0;
@@ -263,7 +263,7 @@ TEST(Adam, ACudaLaunchPreparesItsRangesOfTensorsAndGroups) {
   EXPECT_EQ(steps[1].grad, &gradient);
   EXPECT_EQ(steps[2].grad, nullptr);  // its group belongs to another launch
   EXPECT_EQ(steps[3].grad, nullptr);  // no gradient
-  EXPECT_EQ(steps[1].scalars.as_float.own[Adam::kKeeps1],
+  EXPECT_EQ(steps[1].scalars.as_float.value[Adam::kKeeps1],
             static_cast<float>(hyper_of(1).hyper[Adam::kBeta1]));
   control.skip = 1.0;
   run_on_host(prepare, 1);

@@ -170,7 +170,7 @@ std::vector<float> joined_by(const KernelTable& table, std::vector<BFloat16> wei
   TensorScalars scalars{};
   scalars.as_float.has_decay = true;
   scalars.as_float.decay = 1.0f;
-  scalars.as_float.own[Adam::kEpsHat] = 1.0f;
+  scalars.as_float.value[Adam::kEpsHat] = 1.0f;
   const size_t n = weights.size();
   std::vector<float> grad(n);
   std::vector<float> exp_avg(n);

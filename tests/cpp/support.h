@@ -75,8 +75,8 @@ inline std::vector<unsigned char> random_elements(DType dtype, int64_t n, int sp
 inline void subtract(const KernelTable& table, TensorWork work, std::vector<float> amounts,
                      const StepOptions& options = {}) {
   TensorScalars scalars{};  // exp_avg stays, exp_avg_sq becomes 0, and the update is exp_avg
-  scalars.as_float.own_flag[Adam::kSmallW1] = true;
-  scalars.as_float.own[Adam::kEpsHat] = 1.0f;
+  scalars.as_float.flag[Adam::kSmallW1] = true;
+  scalars.as_float.value[Adam::kEpsHat] = 1.0f;
   scalars.as_float.step_size = 1.0f;
   std::vector<float> grad(amounts.size());
   std::vector<float> exp_avg_sq(amounts.size());

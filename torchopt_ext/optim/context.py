@@ -17,7 +17,7 @@ class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
     found_inf: Tensor | None = None  # nonzero skips the step; one float32 element
     check_overflow: bool = False  # a gradient that is not finite skips the step
     same_flag: bool = False  # every rank that shares the decision has the same found_inf
-    inner: bool = False  # a part of another optimizer's step, which has fired the global hooks
+    nested: bool = False  # a part of another optimizer's step, which has fired the global hooks
     agreement: Agreement | None = None  # all ranks of the group agree on the step, norm or not
     measured: Mapping[torch.device, Tensor] | None = None  # sums of all squares, by device
 

@@ -88,7 +88,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
     # The identities of the parameters for which fp32_moments has chosen, by id: another
     # parameter may get the id of a freed one. torch does not swap tensors with weak references, and
     # references would keep parameters alive that Accelerate replaces.
-    _looked_at: Mapping[int, Identity] = {}
+    _selected_from: Mapping[int, Identity] = {}
     _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
 
     def __init__(
@@ -119,7 +119,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         with restored_if_raised(params):
             super().__init__(params, dict(defaults))
             self._fp32_moments = tuple(chosen.fp32_moments)
-            self._look_at_new_params(partial=chosen.process_group is not None)
+            self._select_fp32_moments(partial=chosen.process_group is not None)
 
     def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
@@ -152,15 +152,15 @@ class FusedOptimizer(HookedStep, PlannedStep):
                     f"arguments {'and' if calls else 'or'} lists of parameters of its own{way}"
                 )
 
-    def _look_at_new_params(self, *, partial: bool = True) -> None:
-        """Adds to the storage what ``fp32_moments`` chooses among parameters that groups got.
+    def _select_fp32_moments(self, *, partial: bool = True) -> None:
+        """Applies ``fp32_moments`` to parameters added since the last call.
 
         A parameter that replaces another in its group is held as that one was: Accelerate, for
         example, replaces parameters for FSDP2.
         """
         if self._storage.state_dtype != torch.int8 or self._fp32_moments is None:
             return
-        seen = self._looked_at
+        seen = self._selected_from
         named = named_params(self)
         new = [(name, param) for name, param in named if seen.get(id(param)) != Identity([param])]
         if new or not partial:
@@ -173,14 +173,14 @@ class FusedOptimizer(HookedStep, PlannedStep):
             ids = self._storage.fp32_moments.difference(counters) | chosen
             self._storage = replace(self._storage, fp32_moments=ids)
             self._fp32_places = [[p in ids for p in row] for row in rows]
-            self._looked_at = {**seen, **counters}
+            self._selected_from = {**seen, **counters}
             # The tensors that were found are not kept alive; others may come with later groups.
             self._fp32_moments = tuple(
                 item for item in self._fp32_moments if isinstance(item, str) or id(item) not in ids
             )
 
     def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
-        self._look_at_new_params()
+        self._select_fp32_moments()
         super()._init_states(chooses)
 
     def _unscales(self) -> bool:
@@ -210,7 +210,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
                 if group["decay_follows_lr"] == 0.0:
                     raise ValueError("decay_follows_lr is True, but lr is 0: name the largest lr")
             self._check_group(group)
-            self._look_at_new_params()
+            self._select_fp32_moments()
         _holders[id(self.param_groups[-1]["params"])] = self
 
     def defaults_of_new(self, group: Any) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     @torch.no_grad()
     def _read(self, state_dict: dict[str, Any]) -> Loaded:
-        self._look_at_new_params()
+        self._select_fp32_moments()
         hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         loaded = read_indexed(hooked, self.param_groups)
         loaded.slots = [with_step(dequantized(slot)) for slot in loaded.slots]

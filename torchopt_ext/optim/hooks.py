@@ -34,7 +34,7 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         self._context = amp_context(self) if self._given is None else self._given
         try:
-            if self._context.inner:
+            if self._context.nested:
                 return with_own_hooks(self, step, args, kwargs)
             # A closure may do anything.
             if args or kwargs or _C.observed() or _torch.has_step_hooks(self):
@@ -122,7 +122,7 @@ def inner_step(optimizer: Any, context: StepContext, *args: Any, **kwargs: Any) 
     was set on the object itself is called unchanged.
     """
     if isinstance(optimizer, HookedStep):
-        return step_in(optimizer, context._replace(inner=True), *args, **kwargs)
+        return step_in(optimizer, context._replace(nested=True), *args, **kwargs)
     with amp_attributes(optimizer, context):
         if is_patched(optimizer):
             return optimizer.step(*args, **kwargs)

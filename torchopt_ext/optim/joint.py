@@ -68,7 +68,7 @@ class JointStep(PlannedStep):
         self.optimizers = list(optimizers)
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
         for optimizer in optimizers:
-            optimizer._look_at_new_params()
+            optimizer._select_fp32_moments()
         fp32 = [opt._storage.fp32_moments for opt in optimizers]
         self._storage = replace(optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
         self._options = optimizers[0]._options
@@ -139,7 +139,7 @@ class JointStep(PlannedStep):
         controls = self._controls()  # takes memory: before the update
         try:
             fused_step([self])
-            self._tell(positions, controls)
+            self._record_step(positions, controls)
         finally:
             self.state, self.param_groups = {}, []  # owned by the optimizers alone
 
@@ -173,7 +173,7 @@ class JointStep(PlannedStep):
                 optimizer._blocks[device] = row, self._block(device)[1]
         return self._stacked_controls
 
-    def _tell(self, positions: Collection[int], controls: Tensor) -> None:
+    def _record_step(self, positions: Collection[int], controls: Tensor) -> None:
         """Records the step in the optimizers' control blocks, and for their schedulers."""
         for i in positions:
             optimizer = self.optimizers[i]

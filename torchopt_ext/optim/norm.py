@@ -16,7 +16,7 @@ NormKey: TypeAlias = tuple[Any, ...]
 """The ranks over which squares are summed: equal keys for the same ranks, () for this rank."""
 NormPart: TypeAlias = tuple[torch.device, NormKey]
 """What parameters have in common whose squares are summed together."""
-SHARDS_ELSEWHERE = (
+FSDP1_HELP = (
     "is flattened by FullyShardedDataParallel, so other ranks have other shards: pass "
     "process_group=, the ranks that hold them, for a common norm and decision to skip (with "
     "NO_SHARD, where ranks hold replicas: a group of this rank alone)"
@@ -66,7 +66,7 @@ def crosses(key: NormKey, group: Any) -> bool:
     return False
 
 
-def counts_here(key: NormKey, group: Any) -> bool:
+def is_counted_replica(key: NormKey, group: Any) -> bool:
     """Returns whether a sum over a group counts this rank's shard and not another replica of it.
 
     Plain tensors always count: the ranks of the group hold different tensors.

@@ -228,7 +228,7 @@ def norm_parts(optimizer: Any) -> dict[NormPart, int]:
     before remain when their parameters are frozen.
     """
     parts: dict[NormPart, int] = {}
-    before = optimizer.parts_before
+    before = optimizer.last_parts
     for param in params_of(optimizer):
         counts = optimizer.state.get(param) or (param.requires_grad and not param.is_meta)
         if counts or (before and part_of(param) in before):

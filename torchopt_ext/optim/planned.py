@@ -11,7 +11,7 @@ from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import PERSISTENT, Controlled
-from torchopt_ext.optim.norm import SHARDS_ELSEWHERE, NormPart, is_flattened
+from torchopt_ext.optim.norm import FSDP1_HELP, NormPart, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
@@ -48,9 +48,9 @@ class PlannedStep(Controlled, Optimizer):
     _storage: Storage
     _options: StepOptions
     _built: _Built | None = None
-    _copied_before = 0
+    _copies_of_dropped_plans = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
-    parts_before: Sequence[NormPart] = ()  # of the last plan, while there is no plan
+    last_parts: Sequence[NormPart] = ()  # of the last plan, while there is no plan
     # Weights when their fp32 masters were made or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
 
@@ -71,7 +71,7 @@ class PlannedStep(Controlled, Optimizer):
     def gradients_copied(self) -> int:
         """How many gradients were copied so far because their strides are not the parameter's."""
         copied = 0 if self._built is None else self._built.plan.gradients_copied
-        return self._copied_before + copied
+        return self._copies_of_dropped_plans + copied
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -209,7 +209,7 @@ class PlannedStep(Controlled, Optimizer):
     def _expect_all_shards(self, built: _Built) -> None:
         """Raises ValueError if the norm would leave out other ranks' shards."""
         if built.flattened is not None and self.process_group is None:
-            raise ValueError(f"parameter {built.flattened!r} {SHARDS_ELSEWHERE}")
+            raise ValueError(f"parameter {built.flattened!r} {FSDP1_HELP}")
 
     def decide(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Updates control, given all squares by device (empty without a norm)."""
@@ -225,9 +225,9 @@ class PlannedStep(Controlled, Optimizer):
 
     def _forget_plan(self) -> None:
         if self._built is not None:
-            self.parts_before = self._built.parts
+            self.last_parts = self._built.parts
             self._marks = {**self._marks, **self._built.plan.weight_marks()}
-        self._copied_before, self._built = self.gradients_copied, None
+        self._copies_of_dropped_plans, self._built = self.gradients_copied, None
 
     @torch.no_grad()
     def _rebuild(self) -> _Built:

@@ -14,7 +14,7 @@ from torchopt_ext._torch import allows_mutation, run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.gradients import show_writes
-from torchopt_ext.optim.norm import NormKey, all_reduce_, counts_here, crosses
+from torchopt_ext.optim.norm import NormKey, all_reduce_, crosses, is_counted_replica
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.rejection import FLAGS, Agreement, agree, is_rejected, reject_in
 from torchopt_ext.state.devices import is_captured, moved
@@ -232,7 +232,7 @@ def accumulated_norm(
                 sums[key] = ops.new_accumulator(first)
             if rejects or not measured:
                 continue
-            counts = group is None or counts_here(key, group)
+            counts = group is None or is_counted_replica(key, group)
             squares = sums[key] if counts and device == first else ops.new_accumulator(device)
             optimizer.accumulate(part, squares)
             if not counts:  # another replica's squares count; here only the non-finite flags do
