@@ -1,29 +1,20 @@
 """python -m torchopt_ext bench, on tensors small enough to take no time."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from torchopt_ext.cli import bench
 
-from .conftest import Run
-
 pytestmark = pytest.mark.newest_torch
+SMALL = ("bench", "--shapes", "20x100,2x30x40", "--seconds", "0.02")
 
 
 @pytest.fixture(autouse=True)
-def _small_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch):
+    """Has a small roofline, and runs eagerly: torchao's step would compile for half a minute."""
     monkeypatch.setattr(bench, "ELEMENTS", 2**18)
-
-
-@pytest.fixture(autouse=True)
-def _eager() -> Iterator[None]:
-    """Runs eagerly, as torchao's step would compile itself for half a minute."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -37,9 +28,8 @@ def _eager() -> Iterator[None]:
         (["--dtype", "bfloat16", "--master-weights", "remainder"], 28),
     ],
 )
-def test_bench_times_ours_beside_torchs(run: Run, options: list[str], moved: int) -> None:
-    args = ["bench", "--shapes", "20x100,2x30x40", "--seconds", "0.05", *options]
-    found = json.loads(run(*args, "--json"))
+def test_bench_times_ours_beside_torchs(run, options, moved):
+    found = json.loads(run(*SMALL, *options, "--json"))
     assert found["parameters"] == 4400
     assert found["bytes_moved"] == moved * 4400
     assert found["rounds"] >= 3
@@ -52,7 +42,7 @@ def test_bench_times_ours_beside_torchs(run: Run, options: list[str], moved: int
         assert (label in found["steps"]) != (label in found["missing"])
 
 
-def test_the_others_steps_are_the_same_training() -> None:
+def test_the_others_steps_are_the_same_training():
     """Peers for 16-bit parameters take torch's fp32 step on masters and round the result."""
     params = [torch.randn(50).bfloat16().requires_grad_()]
     params[0].grad = torch.randn(50).bfloat16()
@@ -64,8 +54,8 @@ def test_the_others_steps_are_the_same_training() -> None:
     assert torch.equal(params[0], start.bfloat16())
 
 
-def test_a_clock_waits_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
+def test_a_clock_waits_for_its_device(monkeypatch):
+    calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
     device = torch.device("cuda", 1)
     assert bench.seconds_of(lambda: calls.append("step"), device) > 0
@@ -73,38 +63,21 @@ def test_a_clock_waits_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Broken(torch.optim.SGD):
-    def step(self, closure: object = None) -> None:
+    def step(self, closure=None):
         raise RuntimeError("no compiler")
 
 
-def test_bench_leaves_out_others_whose_step_fails(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "OTHERS", {"Broken": (__name__, "Broken")})
-    shown = run("bench", "--shapes", "2x3", "--seconds", "0.01")
-    assert "not usable here: Broken" in shown
-    assert bench.FUSED in shown
-
-
-def test_bench_writes_markdown_and_a_picture(run: Run, tmp_path: Path) -> None:
+def test_bench_writes_what_it_shows_and_leaves_out_others_that_fail(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "OTHERS", {"Broken": (__name__, "Broken")})
     page, picture = tmp_path / "bench.md", tmp_path / "bench.png"
-    args = ["--shapes", "5x10", "--seconds", "0.01", "--markdown", page, "--plot", picture]
-    shown = run("bench", *args)
-    assert bench.OURS in shown
+    shown = run(*SMALL, "--markdown", page, "--plot", picture)
+    assert bench.OURS in shown and "not usable here: Broken" in shown
     assert f"| {bench.FUSED} |" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_names_what_does_not_fit(fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(bench, "filled", full)
-    assert "2x3 is too large: CUDA out of memory" in fails("bench", "--shapes", "2x3")
-
-
-def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
+def test_bench_rejects(fails, tmp_path, monkeypatch):
     half = ["--dtype", "float16", "--master-weights", "remainder"]
     for args, problem in (
         (["--shapes", "0x3"], "names no shapes"),
@@ -118,3 +91,9 @@ def test_bench_rejects(fails: Run, tmp_path: Path) -> None:
         (["--params", "1e15"], "--params 1000000000000000 is too large: weights"),
     ):
         assert problem in fails("bench", *args)
+
+    def full(*_):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(bench, "filled", full)
+    assert "2x3 is too large: CUDA out of memory" in fails("bench", "--shapes", "2x3")

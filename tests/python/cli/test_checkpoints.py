@@ -1,14 +1,11 @@
 """python -m torchopt_ext inspect and convert."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
 import os
+import pickle
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +20,18 @@ from torchopt_ext.state.quantized import CODES, SCALES
 from torchopt_ext.state.storage import join_master
 from torchopt_ext.statedict.dcp import load
 
-from .conftest import Run
+from ...support.compare import assert_same
+from .conftest import stepped
 
 BF16 = torch.bfloat16
 
 
-def model_of(dtype: torch.dtype = BF16) -> nn.Sequential:
+def model_of(dtype=BF16):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 5)).to(dtype)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 3, seed: int = 1) -> None:
+def train(model, optimizer, steps=3, seed=1):
     torch.manual_seed(seed)
     dtype = next(model.parameters()).dtype
     for _ in range(steps):
@@ -42,69 +40,77 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, seed: int = 1) -> No
         optimizer.step()
 
 
-def trained(**options: Any) -> tuple[nn.Sequential, FusedAdamW]:
+def trained(**options):
     model = model_of()
     optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, **options)
     train(model, optimizer)
     return model, optimizer
 
 
-def loaded(path: Path) -> Any:
+def loaded(path):
     return torch.load(path, weights_only=True)
+
+
+@pytest.fixture
+def inspect(run, tmp_path):
+    """Returns a function that saves a state dict, and inspects it."""
+
+    def call(saved, *options):
+        path = saved
+        if not hasattr(saved, "parts"):
+            path = tmp_path / "inspected.pt"
+            torch.save(saved, path)
+        shown = run("inspect", path, *options)
+        return json.loads(shown, parse_constant=pytest.fail) if "--json" in options else shown
+
+    return call
 
 
 # ---- inspect -------------------------------------------------------------------------------------
 
 
-def test_inspect_what_lightning_saves_of_optimizers_with_and_without_state(
-    run: Run, tmp_path: Path
-) -> None:
+def test_inspect_what_lightning_saves_of_optimizers_with_and_without_state(inspect):
     """A Lightning .ckpt has a list of optimizers; plain SGD has no state, and shows its groups."""
     model, adam = trained()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     saved = {"epoch": 1, "state_dict": model.state_dict(), "lr_schedulers": []}
     saved["optimizer_states"] = [sgd.state_dict(), adam.state_dict()]
-    torch.save(saved, tmp_path / "last.ckpt")
-    shown = run("inspect", tmp_path / "last.ckpt")
+    shown = inspect(saved)
     assert "optimizer_states.0: optimizer state, 4 parameters by index, no state, no" in shown
     assert "group 0, 4 parameters: lr=0.5" in shown
     assert "optimizer_states.1: optimizer state, 4 parameters by index, step 3, no" in shown
 
 
-def test_inspect_names_tensors_of_the_meta_device(run: Run, fails: Run, tmp_path: Path) -> None:
+def test_inspect_names_tensors_of_the_meta_device(inspect, fails, tmp_path):
     states = trained()[1].state_dict()
     states["state"][1]["exp_avg"] = states["state"][1]["exp_avg"].to("meta")
     states["state"][2]["step"] = states["state"][2]["step"].to("meta")
-    torch.save(states, tmp_path / "meta.pt")
-    shown = run("inspect", tmp_path / "meta.pt", "--tensors")
+    shown = inspect(states, "--tensors")
     assert "4 parameters by index, step 3" in shown
     assert "on the meta device, without elements: state.1.exp_avg, state.2.step\n" in shown
-    found = json.loads(run("inspect", tmp_path / "meta.pt", "--json"))
+    found = inspect(states, "--json")
     assert found["meta"] == ["state.1.exp_avg", "state.2.step"]
     missing = states["state"][1]["exp_avg"].nbytes
     sizes = {entry["kind"]: entry["bytes"] for entry in found["parts"][""]["entries"]}
     assert sizes["exp_avg"] == sizes["exp_avg_sq"] - missing
-    problem = fails("convert", tmp_path / "meta.pt", tmp_path / "new.pt", "--to-torch")
+    problem = fails("convert", tmp_path / "inspected.pt", tmp_path / "new.pt", "--to-torch")
     assert "state.1.exp_avg is on the meta device, expected a dense tensor" in problem
 
 
-def test_inspect_a_file(run: Run, tmp_path: Path) -> None:
+def test_inspect_a_file(inspect):
     _, optimizer = trained(master_weights="remainder", state_dtype=BF16)
     optimizer.set_schedule(warmup_steps=2, stable_steps=3, decay_steps=4)
     states = optimizer.state_dict()
-    torch.save(states, tmp_path / "ours.pt")
-    found = json.loads(run("inspect", tmp_path / "ours.pt", "--json"))
+    found = inspect(states, "--json")
     part = found["parts"][""]
-    assert part["parameters"] == 4
-    assert part["masters"] == "remainder"
-    assert part["steps"] == [3]
+    assert (part["parameters"], part["masters"], part["steps"]) == (4, "remainder", [3])
     assert part["groups"][0]["options"]["lr"] == 1e-2
     kinds = {entry["kind"]: entry for entry in part["entries"]}
     assert kinds["exp_avg"] == {
         "kind": "exp_avg", "dtype": "bfloat16", "tensors": 4, "elements": 725, "bytes": 1450
     }  # fmt: skip
     assert kinds["remainder"]["dtype"] == "int16"
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for index, entry in states["state"].items():
         for name, value in entry.items():
             values = value.items() if isinstance(value, dict) else [("", value)]
@@ -116,78 +122,72 @@ def test_inspect_a_file(run: Run, tmp_path: Path) -> None:
         hashed.update(f"{key} {str(value.dtype)[6:]} {list(value.shape)}\n".encode())
         hashed.update(bytes(value.reshape(-1).view(torch.uint8).tolist()))
     assert found["sha256"] == hashed.hexdigest()
-    text = run("inspect", tmp_path / "ours.pt", "--tensors")
+    text = inspect(states, "--tensors")
     assert "optimizer: optimizer state, 4 parameters by index, step 3, remainders" in text
     assert "\nstate.0.exp_avg " in text
-    assert "sha256" not in run("inspect", tmp_path / "ours.pt", "--no-hash")
+    assert "sha256" not in inspect(states, "--no-hash")
 
 
-def test_inspect_a_folder(run: Run, tmp_path: Path) -> None:
+def test_inspect_a_folder(inspect, tmp_path):
     model, optimizer = trained(master_weights="fp32")
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "dcp")
-    found = json.loads(run("inspect", tmp_path / "dcp", "--json"))
+    found = inspect(tmp_path / "dcp", "--json")
     assert found["format"] == "distributed checkpoint"
     assert list(found["parts"]) == ["model", "optim"]
     assert found["parts"]["optim"]["masters"] == "fp32"
     assert not found["parts"]["model"]["optimizer"]
-    torch.save({"optim": optimizer.state_dict(), "model": model.state_dict()}, tmp_path / "file")
-    assert json.loads(run("inspect", tmp_path / "file", "--json"))["sha256"] == found["sha256"]
-    run("inspect", tmp_path / "dcp", "--tensors")
+    saved = {"optim": optimizer.state_dict(), "model": model.state_dict()}
+    assert inspect(saved, "--json")["sha256"] == found["sha256"]
+    inspect(tmp_path / "dcp", "--tensors")
 
 
-def test_inspect_others(run: Run, tmp_path: Path) -> None:
+def test_inspect_others(inspect, tmp_path):
     """inspect reads torch's optimizers, containers' flat state dicts, and models alone."""
     model = model_of(torch.float32)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, sgd)
-    torch.save(sgd.state_dict(), tmp_path / "sgd.pt")
-    part = json.loads(run("inspect", tmp_path / "sgd.pt", "--json"))["parts"][""]
+    part = inspect(sgd.state_dict(), "--json")["parts"][""]
     assert [entry["kind"] for entry in part["entries"]] == ["momentum_buffer"]
+    sgd.param_groups[0]["lr"] = 0.0  # as at the end of a schedule
+    assert "parameters: lr=0.0 momentum=0.9" in inspect(sgd.state_dict())
     container = OptimizersContainer([model], FusedAdamW, {"lr": 1e-3})
     train(model, container)
     dcp.save({"optimizer": container}, checkpoint_id=tmp_path / "flat")
-    part = json.loads(run("inspect", tmp_path / "flat", "--json"))["parts"]["optimizer"]
+    part = inspect(tmp_path / "flat", "--json")["parts"]["optimizer"]
     assert (part["layout"], part["parameters"], part["steps"]) == ("names", 4, [3])
     assert [group["parameters"] for group in part["groups"]] == [4]
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    assert "weights" in run("inspect", tmp_path / "model.pt")
-    sgd.param_groups[0]["lr"] = 0.0  # as at the end of a schedule
-    torch.save(sgd.state_dict(), tmp_path / "ended.pt")
-    assert "parameters: lr=0.0 momentum=0.9" in run("inspect", tmp_path / "ended.pt")
+    assert "weights" in inspect(model.state_dict())
     listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
     container = OptimizersContainer([listed], FusedAdamW, {"lr": float("inf")})
-    container.step()
-    torch.save({"optim": container.state_dict()}, tmp_path / "listed.pt")
-    found = run("inspect", tmp_path / "listed.pt", "--json")
-    part = json.loads(found, parse_constant=pytest.fail)["parts"]["optim"]
+    part = inspect({"optim": container.state_dict()}, "--json")["parts"]["optim"]
     assert (part["layout"], part["groups"][0]["options"]["lr"]) == ("names", "inf")
 
 
 @pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), 3, torch.tensor(3.0)])
-def test_inspect_odd_values(run: Run, tmp_path: Path, step: Any) -> None:
-    entry = {"step": step, "exp_avg": torch.tensor([1 + 2j]).conj()}
-    torch.save({"state": {0: entry}, "param_groups": [{"params": [0]}]}, tmp_path / "a.pt")
-    shown = run("inspect", tmp_path / "a.pt")
-    assert ("step 3" if step in (3, torch.tensor(3.0)) else "no steps") in shown
-    plain = {**entry, "exp_avg": torch.tensor([1 - 2j])}
-    torch.save({"state": {0: plain}, "param_groups": [{"params": [0]}]}, tmp_path / "b.pt")
-    assert run("inspect", tmp_path / "b.pt").splitlines()[1:] == shown.splitlines()[1:]
+def test_inspect_odd_values(inspect, step):
+    shown = []
+    for moment in (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])):
+        entry = {"step": step, "exp_avg": moment}
+        shown.append(inspect({"state": {0: entry}, "param_groups": [{"params": [0]}]}))
+    assert ("step 3" if step in (3, torch.tensor(3.0)) else "no steps") in shown[0]
+    assert shown[0].splitlines()[1:] == shown[1].splitlines()[1:]
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return exec, ("raise SystemExit(9)",)
 
 
-def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
-    text, short, evil = tmp_path / "text", tmp_path / "short", tmp_path / "evil"
-    text.write_text("hello")
-    torch.save({"a": torch.zeros(1000)}, tmp_path / "whole")
-    short.write_bytes((tmp_path / "whole").read_bytes()[:2000])
-    torch.save({"a": Evil()}, evil)
-    torch.save([1], tmp_path / "list")
-    torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "sparse")
-    torch.save({"a": torch.ones(2, device="meta")}, tmp_path / "meta")
+def test_inspect_rejects(fails, tmp_path):
+    for name, saved in {
+        "whole": {"a": torch.zeros(1000)},
+        "evil": {"a": Evil()},
+        "list": [1],
+        "sparse": {"a": torch.eye(2).to_sparse()},
+    }.items():
+        torch.save(saved, tmp_path / name)
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "short").write_bytes((tmp_path / "whole").read_bytes()[:2000])
     (tmp_path / "folder").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
@@ -208,30 +208,21 @@ def test_inspect_rejects(fails: Run, tmp_path: Path) -> None:
         assert problem in fails("inspect", tmp_path / name)
 
 
+def test_an_incomplete_folder_is_rejected(fails, tmp_path):
+    dcp.save({"optim": trained()[1]}, checkpoint_id=tmp_path / "a")
+    metadata = dcp.FileSystemReader(tmp_path / "a").read_metadata()
+    metadata.state_dict_metadata["optim.state.0.exp_avg"].size = torch.Size([40, 30])
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in (["inspect", tmp_path / "a"], ["convert", tmp_path / "a", tmp_path / "b"]):
+        found = fails(*command)
+        assert "'optim.state.0.exp_avg' is incomplete: the checkpoint has 600 of its 1200" in found
+
+
 # ---- convert -------------------------------------------------------------------------------------
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
-
-
 @pytest.mark.parametrize("kind", ["remainder", "remainder8"])
-def test_convert_changes_masters_and_formats_without_loss(
-    run: Run, tmp_path: Path, kind: str
-) -> None:
+def test_convert_changes_masters_and_formats_without_loss(run, tmp_path, kind):
     """A file converts to a folder with fp32 masters and back; its state dict trains on alike."""
     model, optimizer = trained(master_weights=kind)
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
@@ -250,12 +241,12 @@ def test_convert_changes_masters_and_formats_without_loss(
     other = copy.deepcopy(model)
     masters = FusedAdamW(other.named_parameters(), lr=1e-2, master_weights="fp32")
     masters.load_state_dict(states)
-    for which, stepped in ((model, optimizer), (other, masters)):
-        train(which, stepped, seed=2)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    for which, optimizer_of in ((model, optimizer), (other, masters)):
+        train(which, optimizer_of, seed=2)
+    assert_same(other.state_dict(), model.state_dict())
 
 
-def test_remainders_by_name_are_int32(run: Run, tmp_path: Path) -> None:
+def test_remainders_by_name_are_int32(run, tmp_path):
     """torch scatters tensors of a dict by names, which neither gloo nor NCCL can for int16."""
     model, optimizer = trained(master_weights="fp32")
     torch.save(get_optimizer_state_dict(model, optimizer), tmp_path / "a.pt")
@@ -269,7 +260,7 @@ def test_remainders_by_name_are_int32(run: Run, tmp_path: Path) -> None:
         torch.testing.assert_close(exact, entry["master_weight"], rtol=2**-23, atol=0)
 
 
-def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
+def test_convert_to_torch_and_its_weights(run, tmp_path):
     """torch's AdamW continues from the fp32 weights, and ours from its state dict, losslessly."""
     _, optimizer = trained(master_weights="fp32", state_dtype=BF16)
     optimizer.set_schedule(warmup_steps=2, stable_steps=3, decay_steps=4)
@@ -281,157 +272,121 @@ def test_convert_to_torch_and_its_weights(run: Run, tmp_path: Path) -> None:
         shown = run("convert", tmp_path / "ours.pt", tmp_path / name, *option)
         assert "without the low bits of 4 weights, which --save-weights writes" in shown
     states = loaded(tmp_path / "torch.pt")
-    assert {tuple(entry) for entry in states["state"].values()} == {
-        ("step", "exp_avg", "exp_avg_sq")
-    }
+    kinds = {tuple(entry) for entry in states["state"].values()}
+    assert kinds == {("step", "exp_avg", "exp_avg_sq")}
     model = model_of(torch.float32)
     model.load_state_dict(loaded(tmp_path / "fp32.pt"))
-    for param, (master, kept) in zip(
-        model.parameters(), zip(optimizer.state, optimizer.state.values(), strict=True), strict=True
-    ):
-        assert torch.equal(param.detach(), kept["master_weight"])
-        assert torch.equal(param.detach().to(BF16), master.detach())
     adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     adamw.load_state_dict(states)
-    for param, entry in zip(model.parameters(), optimizer.state.values(), strict=True):
+    for param, (ours, entry) in zip(model.parameters(), optimizer.state.items(), strict=True):
+        assert torch.equal(param.detach(), entry["master_weight"])
+        assert torch.equal(param.detach().to(BF16), ours.detach())
         assert torch.equal(adamw.state[param]["exp_avg"], entry["exp_avg"].float())
     torch.save(adamw.state_dict(), tmp_path / "adamw.pt")
     args = ["--master-weights", "remainder", "--weights", tmp_path / "fp32.pt"]
     run("convert", tmp_path / "adamw.pt", tmp_path / "back.pt", *args)
-    for param, entry in zip(model.parameters(), loaded(tmp_path / "back.pt")["state"].values(),
-                            strict=True):  # fmt: skip
+    back = loaded(tmp_path / "back.pt")["state"]
+    for param, entry in zip(model.parameters(), back.values(), strict=True):
         exact = join_master(param.detach().to(BF16), entry["remainder"])
         ties = (param.detach().view(torch.int32) & 0x1FFFF) == 0x8000
         assert torch.equal(exact[~ties], param.detach()[~ties])
 
 
-def long_rows() -> nn.Sequential:
+def long_rows():
     """Has rows of three groups and a rest, short rows, and channels-last memory."""
     torch.manual_seed(0)
-    last = nn.Conv2d(8, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    last = nn.Conv2d(8, 5, 3).to(memory_format=torch.channels_last)
     return nn.Sequential(nn.Linear(200, 30), nn.Linear(30, 5), last)
 
 
-def stepped(model: nn.Module, kind: Any = FusedAdamW, **options: Any) -> Any:
-    optimizer = kind(model.named_parameters(), lr=1e-2, **options)
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape)
-        optimizer.step()
-    return optimizer
+def entries(saved):
+    """Returns the state with each parameter's entries in one order."""
+    return {index: dict(sorted(entry.items())) for index, entry in saved["state"].items()}
 
 
-HELD: dict[str, Any] = {"float32": None, "bfloat16": BF16, "int8": "int8"}
+HELD = {"float32": None, "bfloat16": BF16, "int8": "int8"}
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])
-@pytest.mark.parametrize("kept", HELD)
+@pytest.mark.parametrize("kept", [*HELD, "--to-torch"])
 @pytest.mark.parametrize("saved", HELD)
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, partial(FusedSGD, momentum=0.9)])
-def test_convert_8_bit_moments(
-    run: Run, tmp_path: Path, kind: Any, saved: str, kept: str, format: str
-) -> None:
+def test_convert_8_bit_moments(run, tmp_path, kind, saved, kept, format):
     """convert writes what an optimizer with the other moments loads."""
     model = long_rows()
     optimizer = stepped(model, kind, state_dtype=HELD[saved])
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    run("convert", tmp_path / "a.pt", tmp_path / "b", "--state-dtype", kept, "--format", format)
-    other, taken = (
-        kind(model.named_parameters(), lr=1e-2, state_dtype=HELD[kept]) for _ in range(2)
-    )
+    option = [kept] if kept == "--to-torch" else ["--state-dtype", kept]
+    run("convert", tmp_path / "a.pt", tmp_path / "b", *option, "--format", format)
+    held = HELD.get(kept, torch.float32)
+    other, taken = (kind(model.named_parameters(), lr=1e-2, state_dtype=held) for _ in range(2))
     other.load_state_dict(optimizer.state_dict())
-    expected = other.state_dict()["state"]
+    expected = entries(other.state_dict())
     if format == "torch":
         states = loaded(tmp_path / "b")["optimizer"]
-        assert_same(states["state"], expected)
+        assert_same(entries(states), expected)
         taken.load_state_dict(states)
     else:
         load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
-    assert_same(taken.state_dict()["state"], expected)
-
-
-def test_convert_to_torch_decodes(run: Run, tmp_path: Path) -> None:
-    model = long_rows()
-    optimizer = stepped(model, state_dtype="int8")
-    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    assert f"{next(iter(SCALES))}" in run("inspect", tmp_path / "a.pt")
-    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to-torch")
-    other = FusedAdamW(model.named_parameters(), lr=1e-2, state_dtype=torch.float32)
-    other.load_state_dict(optimizer.state_dict())
-    assert_same(loaded(tmp_path / "b.pt")["state"], other.state_dict()["state"])
+    assert_same(entries(taken.state_dict()), expected)
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_convert_a_container_to_8_bits(run: Run, tmp_path: Path, order: Any) -> None:
-    """A container converts by name, from a folder that does not record the memory order."""
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"master_weights": "remainder8", "state_dtype": "int8"},
+        {"master_weights": "fp32", "state_dtype": "bfloat16"},
+    ],
+)
+def test_convert_a_whole_checkpoint(run, tmp_path, order, kinds):
+    """A container converts by name, from a folder that does not record the memory order, and whose
+    model completes the remainders."""
     model = long_rows().to(BF16, memory_format=order)
-    container = OptimizersContainer([model], FusedAdamW, {"lr": 1e-2, "master_weights": "fp32"})
+    options = {"lr": 1e-2, "master_weights": "remainder"}
+    container = OptimizersContainer([model], FusedAdamW, options)
     for param in model.parameters():
         param.grad = torch.randn(param.shape).to(BF16)
     container.step()
     dcp.save({"model": model, "optimizer": container}, checkpoint_id=tmp_path / "a")
-    kinds = {"master_weights": "remainder8", "state_dtype": "int8"}
-    run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "int8",
-        "--master-weights", "remainder8")  # fmt: skip
+    run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", kinds["state_dtype"],
+        "--master-weights", kinds["master_weights"])  # fmt: skip
+    kinds = kinds | {"state_dtype": HELD[kinds["state_dtype"]]}
     direct, taken = (OptimizersContainer([model], FusedAdamW, {"lr": 1e-2, **kinds}) for _ in "ab")
     load({"optimizer": direct}, checkpoint_id=tmp_path / "a")
     load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
     for param in model.parameters():
         ours, expected = (one.optimizers[0].state[param] for one in (taken, direct))
-        for name in {*CODES, *SCALES} & expected.keys():
+        for name in {*CODES, *SCALES, "master_weight", "exp_avg"} & expected.keys():
             assert ours[name].equal(expected[name]), name
 
 
-def test_convert_rejects_what_8_bits_do_not_go_with(fails: Run, tmp_path: Path) -> None:
+def test_convert_rejects_what_8_bits_do_not_go_with(fails, tmp_path):
     torch.save(stepped(long_rows(), amsgrad=True).state_dict(), tmp_path / "amsgrad.pt")
     states = stepped(long_rows(), state_dtype="int8").state_dict()
-    scale = next(iter(SCALES))
-    states["state"][0]["exp_avg_scale_v0"] = states["state"][0].pop(scale)
+    states["state"][0]["exp_avg_scale_v0"] = states["state"][0].pop(next(iter(SCALES)))
     torch.save(states, tmp_path / "other.pt")
-
-    def convert_(name: str, *args: str) -> str:
-        return fails("convert", tmp_path / f"{name}.pt", tmp_path / "b.pt", *args)
-
-    assert "state.0.max_exp_avg_sq belongs to amsgrad" in convert_(
-        "amsgrad", "--state-dtype", "int8"
-    )
-    for kept in HELD:
-        found = convert_("other", "--state-dtype", kept)
-        assert "state.0.exp_avg_codes is torch.int8 without scales" in found
-    assert "fp32 moments" in convert_("other", "--to-torch", "--state-dtype", "int8")
+    for name, options, problem in (
+        ("amsgrad", ["--state-dtype", "int8"], "state.0.max_exp_avg_sq belongs to amsgrad"),
+        ("other", ["--to-torch", "--state-dtype", "int8"], "fp32 moments"),
+        *(
+            ("other", ["--state-dtype", kept], "exp_avg_codes is torch.int8 without scales")
+            for kept in HELD
+        ),
+    ):
+        command = ["convert", tmp_path / f"{name}.pt", tmp_path / "b.pt", *options]
+        assert problem in fails(*command)
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_convert_a_whole_checkpoint(run: Run, tmp_path: Path) -> None:
-    """The folder's model completes the remainders, and a container loads the result."""
-    model = model_of()
-    options = {"lr": 1e-2, "master_weights": "remainder"}
-    container = OptimizersContainer([model], FusedAdamW, options)
-    train(model, container)
-    dcp.save({"model": model, "optimizer": container}, checkpoint_id=tmp_path / "a")
-    run("convert", tmp_path / "a", tmp_path / "b", "--master-weights", "fp32",
-        "--state-dtype", "bfloat16")  # fmt: skip
-    other = copy.deepcopy(model)
-    options = {"lr": 1e-2, "master_weights": "fp32", "state_dtype": BF16}
-    taken = OptimizersContainer([other], FusedAdamW, options)
-    load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
-    for old, new in zip(model.parameters(), other.parameters(), strict=True):
-        state, kept = taken.optimizers[0].state[new], container.optimizers[0].state[old]
-        assert torch.equal(state["master_weight"], join_master(old.detach(), kept["remainder"]))
-        assert torch.equal(state["exp_avg"], kept["exp_avg"].to(BF16))
-
-
-def test_a_folder_is_written_one_tensor_at_a_time(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_written_one_tensor_at_a_time(run, tmp_path, monkeypatch):
     """DCP's writer keeps all tensors that it has written, so convert frees their memory."""
     _, optimizer = trained(master_weights="fp32")
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    made: list[Tensor] = []
-    held: list[int] = []
+    made, held = [], []
     resolve = convert._Planner.resolve_data
 
-    def noted(planner: Any, item: Any) -> Any:
+    def noted(planner, item):
         made.append(resolve(planner, item))
         held.append(sum(t.untyped_storage().nbytes() for t in made if isinstance(t, Tensor)))
         return made[-1]
@@ -441,71 +396,69 @@ def test_a_folder_is_written_one_tensor_at_a_time(
     assert max(held) == 4 * 600  # the largest tensor
 
 
+@pytest.mark.parametrize(("name", "format"), [("b.pt", "torch"), ("b", "dcp")])
 def test_convert_replaces_only_when_told_to_and_whole(
-    run: Run, fails: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, optimizer = trained(master_weights="fp32")
-    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    for output, options in ((tmp_path / "b.pt", []), (tmp_path / "b", ["--format", "dcp"])):
-        command = ["convert", tmp_path / "a.pt", output, *options]
-        run(*command)
-        before = json.loads(run("inspect", output, "--json"))["sha256"]
-        assert f"{output} exists; --force" in fails(*command)
-        with monkeypatch.context() as patched:
+    run, fails, inspect, tmp_path, monkeypatch, name, format
+):
+    torch.save(trained(master_weights="fp32")[1].state_dict(), tmp_path / "a.pt")
+    output = tmp_path / name
+    command = ["convert", tmp_path / "a.pt", output, "--format"]
 
-            def fail(*_: object, **__: object) -> None:
-                raise OSError(28, "No space left on device")
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
 
-            patched.setattr("torchopt_ext.cli.convert.save", fail)
-            patched.setattr("torch.save", fail)
-            assert "No space left" in fails(*command, "--force", "--master-weights", "none")
-        assert json.loads(run("inspect", output, "--json"))["sha256"] == before
-        run(*command, "--force", "--master-weights", "none")
-        assert json.loads(run("inspect", output, "--json"))["sha256"] != before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b", "b.pt"]
-    for output, format_ in ((tmp_path / "b", "torch"), (tmp_path / "b.pt", "dcp")):
-        run("convert", tmp_path / "a.pt", output, "--format", format_, "--force")
-        assert output.is_dir() == (format_ == "dcp")
-    (tmp_path / "b").unlink()
-    (tmp_path / "b.pt").rename(tmp_path / "b")
-    (tmp_path / "b" / "notes").write_text("mine")
-    assert "also has notes: not replaced" in fails(*command, "--force")
-    assert (tmp_path / "b" / "notes").read_text() == "mine"
-    missing = tmp_path / "gone" / "c.pt"
-    for args in ([missing], [tmp_path / "c.pt", "--save-weights", missing]):
-        assert "there is no folder" in fails("convert", tmp_path / "a.pt", *args)
-    for args in (["/proc/a.pt"], ["/proc/a", "--format", "dcp"]):  # not writable for anybody
-        assert f"cannot write {args[0]}" in fails("convert", tmp_path / "a.pt", *args)
-    for force in ([], ["--force"]):
-        assert "is the input" in fails("convert", tmp_path / "a.pt", tmp_path / "a.pt", *force)
-    weights = tmp_path / "weights.pt"
-    torch.save({"x": torch.ones(2)}, weights)
-    command = ("convert", tmp_path / "a.pt", weights, "--weights", weights, "--force")
-    assert "weights.pt is --weights" in fails(*command, "--master-weights", "fp32")
+    run(*command, format)
+    before = inspect(output, "--json")["sha256"]
+    assert f"{output} exists; --force" in fails(*command, format)
+    with monkeypatch.context() as patched:
+        patched.setattr("torchopt_ext.cli.convert.save", fail)
+        patched.setattr("torch.save", fail)
+        problem = fails(*command, format, "--force", "--master-weights", "none")
+        assert "No space left" in problem
+    assert inspect(output, "--json")["sha256"] == before
+    run(*command, format, "--force", "--master-weights", "none")
+    assert inspect(output, "--json")["sha256"] != before
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", name}
+    for other in ("torch", "dcp"):
+        run(*command, other, "--force")
+        assert output.is_dir() == (other == "dcp")
+    (output / "notes").write_text("mine")
+    assert "also has notes: not replaced" in fails(*command, format, "--force")
+    assert (output / "notes").read_text() == "mine"
 
 
-def test_convert_rejects_before_it_writes(fails: Run, tmp_path: Path) -> None:
+def test_convert_rejects_before_it_writes(fails, tmp_path):
     model, optimizer = trained(master_weights="remainder")
-    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    torch.save(model_of(torch.float32).state_dict(), tmp_path / "fp32.pt")
     nameless = FusedAdamW(model.parameters(), master_weights="remainder")
-    train(model, nameless, 1)
-    torch.save(nameless.state_dict(), tmp_path / "nameless.pt")
-    sgd = torch.optim.Adagrad(model.parameters())
-    train(model, sgd, 1)
-    torch.save(sgd.state_dict(), tmp_path / "sgd.pt")
-    out, to_fp32 = tmp_path / "out", ["--master-weights", "fp32"]
-    for source, options, problem in (
-        ("model.pt", [], "holds no optimizer's state"),
-        ("sgd.pt", to_fp32, "has no moments"),
-        ("sgd.pt", ["--state-dtype", "int8"], "has no moments"),
-        ("a.pt", to_fp32, "no such weight: 0.weight"),
-        ("a.pt", [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
-        ("nameless.pt", [*to_fp32, "--weights", tmp_path / "model.pt"], "no param_names"),
-        ("a.pt", ["--to-torch", *to_fp32], "--to-torch keeps no master"),
-        ("a.pt", ["--save-weights", out.parent / "." / out.name], "both the output"),
-        ("gone.pt", [], "there is no"),
+    adagrad = torch.optim.Adagrad(model.parameters())
+    for each in (nameless, adagrad):
+        train(model, each, 1)
+    for name, saved in {
+        "a.pt": optimizer, "model.pt": model, "fp32.pt": model_of(torch.float32),
+        "nameless.pt": nameless, "adagrad.pt": adagrad,
+    }.items():  # fmt: skip
+        torch.save(saved.state_dict(), tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    out, source, weights = (tmp_path / name for name in ("out", "a.pt", "model.pt"))
+    to_fp32, missing = ["--master-weights", "fp32"], tmp_path / "gone" / "c.pt"
+    for name, path, options, problem in (
+        ("model.pt", out, [], "holds no optimizer's state"),
+        ("adagrad.pt", out, to_fp32, "has no moments"),
+        ("adagrad.pt", out, ["--state-dtype", "int8"], "has no moments"),
+        ("a.pt", out, to_fp32, "no such weight: 0.weight"),
+        ("a.pt", out, [*to_fp32, "--weights", tmp_path / "fp32.pt"], "expected bfloat16"),
+        ("nameless.pt", out, [*to_fp32, "--weights", weights], "no param_names"),
+        ("a.pt", out, ["--to-torch", *to_fp32], "--to-torch keeps no master"),
+        ("a.pt", out, ["--save-weights", out.parent / "." / out.name], "both the output"),
+        ("gone.pt", out, [], "there is no"),
+        ("a.pt", missing, [], "there is no folder"),
+        ("a.pt", out, ["--save-weights", missing], "there is no folder"),
+        ("a.pt", "/proc/a.pt", [], "cannot write /proc/a.pt"),  # not writable for anybody
+        ("a.pt", "/proc/a", ["--format", "dcp"], "cannot write /proc/a"),
+        ("a.pt", source, [], "is the input"),
+        ("a.pt", source, ["--force"], "is the input"),
+        ("a.pt", weights, [*to_fp32, "--weights", weights, "--force"], "model.pt is --weights"),
     ):
-        assert problem in fails("convert", tmp_path / source, out, *options)
-    assert not out.exists()
+        assert problem in fails("convert", tmp_path / name, path, *options)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
