@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,26 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 HERE = Path(__file__).parent / "torchtitan_cpu"
-CROSSINGS = [
-    *[("fsdp", layout) for layout in ("single", "ddp", "tp", "pp")],
-    *[(layout, "fsdp") for layout in ("single", "tp", "pp")],
-]
-"""The layout of a checkpoint, and the layout of the run that resumes from it."""
-WEIGHTS_ALONE = "lr_scheduler,dataloader,optimizer"
-"""The parts that are not loaded, as in torchtitan's test of optional checkpoints."""
 STEPS, SAVED = 10, 5
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # processes, and options
-    "single": (1, ()),
-    "fsdp": (2, ()),
-    "tp": (2, ("--parallelism.tensor_parallel_degree=2",)),
-    "ddp": (
-        2,
-        (
-            "--parallelism.data_parallel_replicate_degree=2",
-            "--parallelism.data_parallel_shard_degree=1",
-        ),
-    ),
-}
 OPTIONS = [
     *["--training.seq_len=64", "--training.local_batch_size=2"],
     *[f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"],
@@ -63,8 +44,30 @@ def require_torchtitan(*generations: str) -> str:
     return version
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+@dataclass(frozen=True)
+class Version:
+    """How to run the Trainer of one version.
+
+    Attributes:
+        script: in torchtitan_cpu; it records the metrics. ``preload`` imports torchtitan.
+        options: of a run that writes to the second folder, with tokenizer and data in the first.
+        layouts: the number of processes and options, by name.
+        kinds: options by name: which containers, and how they are configured.
+        entry: a moment's entry in checkpoints.
+        learns: how far the loss falls, at least.
+        max_norm: to which the Trainer clips, below every norm.
+        norm_tolerance: of torch's norm, which it sums in float32. Ours is exact.
+    """
+
+    script: str
+    preload: str
+    options: Callable[[Path, Path], list[str]]
+    layouts: Mapping[str, tuple[int, tuple[str, ...]]]
+    kinds: Mapping[str, tuple[str, ...]]
+    entry: str
+    learns: float
+    max_norm: float
+    norm_tolerance: float
 
 
 @dataclass(frozen=True)
@@ -81,41 +84,65 @@ class Run:
 
 @dataclass
 class Runs:
-    """Starts runs under `folder`, each once."""
+    """Starts runs of a version under `folder`, each once."""
 
+    version: Version
     folder: Path
     start: Callable[..., str]
     done: dict[str, Run] = field(default_factory=dict)
 
-    def train(
-        self,
-        name: str,
-        script: str,
-        ranks: int,
-        options: list[str],
-        resume: Run | None,
-        without: str,
-    ) -> tuple[list[dict[int, dict[str, Any]]], Path, str]:
-        """Trains to step 10 and returns every rank's metrics, the checkpoints and the output.
+    def get(
+        self, layout: str, kind: str, resume: str = "", saved_in: str = "", without: str = ""
+    ) -> Run:
+        """Trains to step 10. `resume` is the kind of run whose step 5 is continued.
 
-        Args:
-            resume: the run to continue from step 5.
-            without: the parts of its checkpoint that are not loaded.
+        `saved_in` is that run's layout if it differs. The data then starts from the beginning:
+        torchtitan's loader continues only with the same ranks. `without` is not loaded.
         """
+        without = without or ("dataloader" if saved_in else "")
+        name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--") + without
+        name = name.replace(" ", "-").replace(",", "")
+        if name in self.done:
+            return self.done[name]
+        before = self.get(saved_in or layout, resume) if resume else None
         folder = self.folder / name
         if folder.exists():
             pytest.fail(f"the run {name} failed in an earlier test")
         checkpoints = folder / "checkpoint"
         checkpoints.mkdir(parents=True)
-        if resume:
-            saved = resume.checkpoints / f"step-{SAVED}"
+        ranks, parallelism = self.version.layouts[layout]
+        options = [*self.version.options(self.folder, folder), *parallelism, *OPTIONS]
+        options += ["--checkpoint.enable", f"--checkpoint.interval={SAVED}"]
+        options += self.version.kinds[kind]
+        if before:
+            saved = before.checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
         if without:
-            options = [*options, f"--checkpoint.exclude_from_loading={without}"]
-        metrics = folder / "metrics"
-        log = self.start(script, ranks, str(metrics), *options, seconds=RUN_TIMEOUT)
-        lines = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(ranks)]
-        return lines, checkpoints, log
+            options.append(f"--checkpoint.exclude_from_loading={without}")
+        script = f"torchtitan_cpu/{self.version.script}"
+        log = self.start(script, ranks, str(folder / "metrics"), *options, seconds=RUN_TIMEOUT)
+        of_ranks = [read_metrics(folder / f"metrics.rank{rank}") for rank in range(ranks)]
+        for line, *others in zip(*(metrics.values() for metrics in of_ranks), strict=True):
+            # Only the last pipeline stage knows the loss, and the rates of its groups.
+            names = ("step", "grad_norm") if layout.startswith("pp") else tuple(line)
+            for other in others:
+                assert [line[n] for n in names] == [other[n] for n in names], (
+                    f"{name}: ranks differ"
+                )
+        self.done[name] = Run(of_ranks[-1], checkpoints, log)
+        return self.done[name]
+
+
+def assert_same_training(
+    run: Run, expected: Run, first_step: int = 1, norm_tolerance: float = 1e-5
+) -> None:
+    assert list(run.metrics) == list(range(first_step, STEPS + 1))
+    for step, line in run.metrics.items():
+        reference = expected.metrics[step]
+        assert line["lrs"] == pytest.approx(reference["lrs"], rel=1e-14), f"step {step}"
+        norm_tolerance_here = norm_tolerance * max(1.0, reference["grad_norm"])
+        for name, tolerance in (("loss", 1e-5), ("grad_norm", norm_tolerance_here)):
+            assert abs(line[name] - reference[name]) <= tolerance, f"{name} of step {step}"
 
 
 def assert_continues(resumed: Run, whole: Run, entry: str) -> None:
@@ -129,11 +156,11 @@ def assert_continues(resumed: Run, whole: Run, entry: str) -> None:
 
 
 @contextmanager
-def torchtitan_server(
-    rank_server: Any, preload: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, Callable[..., str]]]:
-    """Yields a folder with tokenizer and data, and a function that starts ranks. The ranks are on
-    the CPU, without a network, and ``preload`` has imported torchtitan in them."""
+def torchtitan_runs(
+    rank_server: Any, version: Version, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
+    """Yields runs whose ranks are forked from a process that has imported torchtitan, and are on
+    the CPU, without a network."""
     folder = tmp_path_factory.mktemp("torchtitan")
     subprocess.run([sys.executable, HERE / "assets.py", folder], check=True, timeout=60)
     settings = {
@@ -145,8 +172,8 @@ def torchtitan_server(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setitem(os.environ, name, value)
-        with rank_server(f"torchtitan_cpu/{preload}") as start:
-            yield folder, start
+        with rank_server(f"torchtitan_cpu/{version.preload}") as start:
+            yield Runs(version, folder, start)
     shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 

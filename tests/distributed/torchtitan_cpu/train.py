@@ -61,7 +61,7 @@ class Recording:
                 "loss": avg_loss,
                 "max_loss": max_loss,
                 "grad_norm": grad_norm,
-                "lr": extra_metrics["lr"],
+                "lrs": {"lr": extra_metrics["lr"]},
                 "classes": classes,
                 "clip_factor": float(getattr(control, "clip_factor", 1.0)),
             }
