@@ -1,31 +1,25 @@
 """Cases of test_workers.py: the estimates of optim/estimate.py equal what two ranks allocate."""
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.support.ranks import run_cases
 from torchopt_ext import FusedAdamW
-from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.state.entries import MOMENTS
+from torchopt_ext.optim.estimate import SHARDINGS, estimate
+from torchopt_ext.state.entries import MASTERS, MOMENTS
 from torchopt_ext.state.quantized import CODES, SCALES
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
-BUCKET = 3000
-EIGHT_BITS: dict[str, dict[str, Any]] = {"int8": {}, "int8 every matrix": {"fp32_moments": ()}}
-MASTERS = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "remainder8"}
+BUCKET, BF16 = 3000, torch.bfloat16
 
 
-def build(dtype: torch.dtype) -> nn.Sequential:
+def build(dtype):
     """Returns a model with odd sizes, a tensor above a bucket, a frozen tensor, an embedding."""
     torch.manual_seed(0)
     linear = nn.Linear(70, 111), nn.Linear(111, 70), nn.Linear(70, 7)
@@ -34,96 +28,83 @@ def build(dtype: torch.dtype) -> nn.Sequential:
     return model
 
 
-def own(tensor: Tensor) -> Tensor:
+def shard(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def allocated(tensors: Iterable[Tensor | None]) -> int:
+def allocated(tensors):
     """Returns the bytes of the tensors' storages and counts a shared storage once."""
-    storages = {}
-    for tensor in tensors:
-        if tensor is not None:
-            storage = own(tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    storages.pop(0, None)
-    return sum(storages.values())
+    storages = [shard(tensor).untyped_storage() for tensor in tensors if tensor is not None]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    sizes.pop(0, None)
+    return sum(sizes.values())
 
 
-def held(sharding: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+def held(sharding, dtype=torch.float32, **options):
     """A rank holds after a step what was estimated."""
     model = build(dtype)
-    params = list(model.parameters())
     with torch.device("meta"):
         meta = build(dtype)
-    bucket = BUCKET if sharding in ("balanced", "zero2") else None
+    is_cut = sharding in ("balanced", "zero2")
     ranks = estimate(
         meta.named_parameters(),
         sharding=sharding,
         world_size=dist.get_world_size(),
-        bucket_elements=bucket,
+        bucket_elements=BUCKET if is_cut else None,
         **options,
     )
     if sharding == "fsdp":
         fully_shard(model)
-        params = list(model.parameters())
-        optimizer = local = FusedAdamW(params, max_grad_norm=1.0, **options)
-    elif sharding == "ddp":
-        optimizer = local = FusedAdamW(params, max_grad_norm=1.0, **options)
+    params, options = list(model.parameters()), {"max_grad_norm": 1.0, **options}
+    if sharding in ("ddp", "fsdp"):
+        optimizer = local = FusedAdamW(params, **options)
     else:
-        cut = {} if bucket is None else {"partition": "balanced", "bucket_elements": bucket}
-        optimizer = ZeroRedundancyOptimizer(
-            params,
-            FusedAdamW,
-            sharded_gradients=sharding == "zero2",
-            max_grad_norm=1.0,
-            **cut,
-            **options,
-        )
+        cut = {"partition": "balanced", "bucket_elements": BUCKET} if is_cut else {}
+        cut["sharded_gradients"] = sharding == "zero2"
+        optimizer = ZeroRedundancyOptimizer(params, FusedAdamW, **cut, **options)
         local = optimizer.optim
-    run: nn.Module = model
+    run, buckets = model, []  # DDP keeps the buckets; the hook leaves no gradient in p.grad
     if sharding in ("ddp", "zero1", "balanced"):
         run = DDP(model, gradient_as_bucket_view=True)
-    buckets: list[Tensor] = []  # DDP keeps them; the hook leaves no gradient in p.grad
     if sharding == "balanced":
         reduce_scatter = reduce_scatter_hook(optimizer)
-        # DDP compares annotations of a hook that has any.
         run.register_comm_hook(
             None, lambda _, bucket: buckets.append(bucket.buffer()) or reduce_scatter(_, bucket)
         )
     run(torch.randint(5, (5,))).square().mean().backward()
     optimizer.step()
     states = list(local.state.values())
-    moments = [
-        state[name] for state in states for name in (*MOMENTS, *CODES, *SCALES) if name in state
-    ]
-    masters = [state[name] for state in states for name in MASTERS.values() if name in state]
+    moments, masters = (
+        [shard(state[name]) for state in states for name in names if name in state]
+        for names in ((*MOMENTS, *CODES, *SCALES), MASTERS)
+    )
     gradients = [*buckets, *(p.grad for p in params)]
-    if sharding in ("balanced", "zero2"):
+    if is_cut:
         gradients += [p.grad for group in local.param_groups for p in group["params"]]
     estimated = ranks[dist.get_rank()]
     assert allocated(params) == estimated.weights
     assert allocated(gradients) == estimated.gradients
-    assert sum(own(t).nbytes for t in masters) == estimated.masters
-    assert sum(own(t).nbytes for t in moments) == estimated.moments
+    assert sum(tensor.nbytes for tensor in masters) == estimated.masters
+    assert sum(tensor.nbytes for tensor in moments) == estimated.moments
     # Small tensors' moments begin at multiples of 64 bytes. A cut one becomes up to three.
     assert 0 <= allocated(moments) - estimated.moments <= 64 * 2 * 21
     assert estimated.steps <= 4 * len(states) <= 3 * estimated.steps
 
 
-def cases() -> dict[str, Callable[[], None]]:
-    bf16 = torch.bfloat16
-    made: dict[str, Callable[[], None]] = {}
-    for sharding in ("ddp", "zero1", "balanced", "zero2", "fsdp"):
-        made[sharding] = functools.partial(held, sharding)
-        made[f"{sharding} fp32"] = functools.partial(held, sharding, bf16, master_weights="fp32")
-    made["zero2 remainder"] = functools.partial(
-        held, "zero2", bf16, master_weights="remainder", state_dtype=bf16
-    )
-    for sharding in ("ddp", "zero1", "fsdp"):
-        for name, chosen in EIGHT_BITS.items():
-            made[f"{sharding} {name}"] = functools.partial(
-                held, sharding, bf16, master_weights="remainder8", state_dtype="int8", **chosen
-            )
+def cases():
+    made = {
+        "zero2 remainder": partial(
+            held, "zero2", BF16, master_weights="remainder", state_dtype=BF16
+        )
+    }
+    eight_bits = {"master_weights": "remainder8", "state_dtype": "int8"}
+    for sharding in SHARDINGS:
+        made[sharding] = partial(held, sharding)
+        made[f"{sharding} fp32"] = partial(held, sharding, BF16, master_weights="fp32")
+        for name, chosen in {"": {}, " every matrix": {"fp32_moments": ()}}.items():
+            if sharding in ("ddp", "zero1", "fsdp"):
+                case = partial(held, sharding, BF16, **eight_bits, **chosen)
+                made[f"{sharding} int8{name}"] = case
     return made
 
 

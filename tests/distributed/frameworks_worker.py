@@ -1,21 +1,16 @@
 """Trains with Accelerate, transformers and Lightning on two ranks, and with plain DDP."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.ranks import run_cases
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
@@ -23,36 +18,35 @@ STEPS, CLIP = 4, 0.3
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x, labels):
         return {"loss": (self.layers(x) - labels).square().mean()}
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches():
     """Returns this rank's batches, one row per step."""
     generator = torch.Generator().manual_seed(dist.get_rank())
+    sizes = {"x": 4, "labels": 2}
     return [
-        {
-            "x": torch.randn(1, 4, generator=generator),
-            "labels": torch.randn(1, 2, generator=generator),
-        }
+        {name: torch.randn(1, size, generator=generator) for name, size in sizes.items()}
         for _ in range(STEPS)
     ]
 
 
-def new_model() -> Model:
+def new_model():
     torch.manual_seed(0)
     return Model()
 
 
-def weights(model: nn.Module) -> list[Any]:
-    return [p.tolist() for p in model.parameters()]
+def result(model, norms):
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return {"weights": [weight.tolist() for weight in whole], "norms": norms}
 
 
-def by_hand() -> Any:
+def by_hand():
     model = new_model()
     ddp = DistributedDataParallel(model)
     optimizer = FusedAdamW(model.parameters(), lr=0.1, max_grad_norm=CLIP)
@@ -62,20 +56,15 @@ def by_hand() -> Any:
         ddp(**batch)["loss"].backward()
         optimizer.step()
         norms.append(optimizer.control.grad_norm.item())
-    return {"weights": weights(model), "norms": norms}
+    return result(model, norms)
 
 
-def accelerated(zero: bool) -> Any:
+def accelerated(zero):
     from torchopt_ext.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model = new_model()
-    optimizer: torch.optim.Optimizer
-    if zero:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)
-    else:
-        optimizer = FusedAdamW(model.parameters(), lr=0.1)
-    ddp, prepared = accelerator.prepare(model, optimizer)
+    accelerator, model = Accelerator(cpu=True), new_model()
+    kind = partial(ZeroRedundancyOptimizer, optimizer_class=FusedAdamW) if zero else FusedAdamW
+    ddp, prepared = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
     assert isinstance(ddp, DistributedDataParallel)
     norms = []
     for batch in batches():
@@ -85,16 +74,16 @@ def accelerated(zero: bool) -> Any:
         prepared.step()
         norms.append(norm.item())
     accelerator.free_memory()
-    return {"weights": weights(model), "norms": norms}
+    return result(model, norms)
 
 
-def hugging_face() -> Any:
+def hugging_face():
     import transformers
 
     from torchopt_ext.integrations.huggingface import FusedStep
 
     class Trainer(FusedStep, transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             return batches()
 
     model = new_model()
@@ -106,28 +95,27 @@ def hugging_face() -> Any:
     optimizer = FusedAdamW(model.parameters(), lr=0.1)
     trainer = Trainer(model, arguments, train_dataset=[0], optimizers=(optimizer, None))
     trainer.train()
-    logs = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
-    return {"weights": weights(model), "norms": logs}
+    logs = trainer.state.log_history
+    return result(model, [log["grad_norm"] for log in logs if "grad_norm" in log])
 
 
-def lightning() -> Any:
+def lightning():
     import lightning as pl
 
     from torchopt_ext.integrations.lightning import FusedStep
 
     class Module(FusedStep, pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
-            self.model = new_model()
-            self.norms: list[float] = []
+            self.model, self.norms = new_model(), []
 
-        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        def training_step(self, batch, _):
             return self.model(**batch)["loss"]
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return FusedAdamW(self.parameters(), lr=0.1)
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
 
     # torchrun sets these variables. With them Lightning starts no processes.
@@ -139,10 +127,10 @@ def lightning() -> Any:
         gradient_clip_val=CLIP, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
-    return {"weights": weights(module.model), "norms": module.norms}
+    return result(module.model, module.norms)
 
 
-def fsdp2(new: Callable[[nn.Module, Any], torch.optim.Optimizer]) -> Any:
+def fsdp2(new):
     """Accelerate's FSDP2 replaces the parameters in the optimizer's groups by shards."""
     import accelerate
 
@@ -164,27 +152,28 @@ def fsdp2(new: Callable[[nn.Module, Any], torch.optim.Optimizer]) -> Any:
         norms.append(prepared.optimizer.control.grad_norm.item())
     accelerator.free_memory()
     accelerate.state.AcceleratorState._reset_state()
-    own = [p for p in model.parameters() if p.to_local().numel()]
-    held = [s["exp_avg"].to_local().numel() for s in optimizer.state.values()]
-    assert sum(held) == sum(p.to_local().numel() for p in own) < sum(p.numel() for p in own)
-    return {"weights": [p.full_tensor().tolist() for p in model.parameters()], "norms": norms}
+    shards = sum(p.to_local().numel() for p in model.parameters())
+    held = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
+    assert held == shards < sum(p.numel() for p in model.parameters())
+    return result(model, norms)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    fsdp2_kinds = {
+        "fsdp2": lambda model, options: FusedAdamW(model.parameters(), **options),
+        "fsdp2_container": lambda m, options: OptimizersContainer([m], FusedAdamW, options),
+        "fsdp2_in_backward": lambda m, options: OptimizersInBackwardContainer(
+            [m], FusedAdamW, options
+        ),
+    }
     run_cases(
         lambda: {
             "by_hand": by_hand,
-            "accelerate": lambda: accelerated(False),
-            "accelerate_zero": lambda: accelerated(True),
+            "accelerate": partial(accelerated, zero=False),
+            "accelerate_zero": partial(accelerated, zero=True),
             "hugging_face": hugging_face,
             "lightning": lightning,
-            "fsdp2": lambda: fsdp2(lambda m, given: FusedAdamW(m.parameters(), **given)),
-            "fsdp2_container": lambda: fsdp2(
-                lambda m, given: OptimizersContainer([m], FusedAdamW, given)
-            ),
-            "fsdp2_in_backward": lambda: fsdp2(
-                lambda m, given: OptimizersInBackwardContainer([m], FusedAdamW, given)
-            ),
+            **{name: partial(fsdp2, new) for name, new in fsdp2_kinds.items()},
         }
     )
