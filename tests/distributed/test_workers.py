@@ -42,6 +42,7 @@ def worker(
         worker("state_dicts", (2,), NEWEST, SLOW, kind="complete"),
         worker("step_engine", (2, 4)),
         worker("step_rejection", (2,), NEWEST, seconds=300),
+        worker("trainer_checkpoint", (2, 1, 2), NEWEST),
         worker("zero_exchange", (3,), NEWEST),
         worker("zero_groups", (4,)),
         worker("zero_random", (2,)),
