@@ -117,8 +117,8 @@ class Job:
             for part in self.parts:
                 for buffer in part.buffers():
                     buffer.add_(1)
-                found = part(batch.to(next(part.parameters()).dtype))
-                (found.float().square().sum() * noise).backward()
+                output = part(batch.to(next(part.parameters()).dtype))
+                (output.float().square().sum() * noise).backward()
             self.manager.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
@@ -138,9 +138,9 @@ class Job:
     def contents(self) -> dict[str, Any]:
         """Returns copies of all values, shards as full tensors. Of ZeRO's state, only settings."""
         model = {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
-        own = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
-        found = model | self.optimizers.state_dict()
-        return {key: whole(v) for key, v in found.items() if not isinstance(v, StateShard)} | own
+        rest = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
+        entries = model | self.optimizers.state_dict()
+        return {key: whole(v) for key, v in entries.items() if not isinstance(v, StateShard)} | rest
 
     def close(self) -> None:
         self.manager.close()
@@ -161,8 +161,8 @@ class Stage(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         [only] = self.children()
-        found: Tensor = only(batch)
-        return found
+        output: Tensor = only(batch)
+        return output
 
 
 def parts_of(kind: str, dtype: torch.dtype) -> list[nn.Module]:
@@ -181,10 +181,10 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Returns the keys whose values differ."""
-    keys = sorted(found.keys() | expected.keys())
-    return [key for key in keys if not same(found.get(key), expected.get(key))]
+    keys = sorted(actual.keys() | expected.keys())
+    return [key for key in keys if not same(actual.get(key), expected.get(key))]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -64,7 +64,7 @@ def test_jobs_read(job: Path) -> None:
 def test_jobs_train_alike(
     start_ranks: Callable[..., None], one_process: list[float], job: Path, tmp_path: Path
 ) -> None:
-    found = losses(start_ranks, job, ranks_of(job), tmp_path)
+    run = losses(start_ranks, job, ranks_of(job), tmp_path)
     tolerance = 1e-3 if "bfloat16" in job.read_text() else 1e-5
-    assert found == pytest.approx(one_process, rel=tolerance)
-    assert found[-1] < found[0]
+    assert run == pytest.approx(one_process, rel=tolerance)
+    assert run[-1] < run[0]

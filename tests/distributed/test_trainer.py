@@ -192,8 +192,8 @@ def test_jobs_resume_in_another_layout(train, by_hand, tmp_path, before, after):
         ranks, _, settings = LAYOUTS[name]
         run = train(tmp_path, ranks, *batch(name), *settings, *SAVING, "--training.steps", steps)
     assert len(run) == STEPS
-    for found, expected in zip(trajectory(run), trajectory(by_hand), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for step, expected in zip(trajectory(run), trajectory(by_hand), strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

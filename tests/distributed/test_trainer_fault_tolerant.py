@@ -25,9 +25,9 @@ def train(folder: Path, *more: str) -> list[dict]:
     command += ["--checkpoint.enable_checkpoint", *more]
     with replica_groups(folder, groups=2) as groups:
         for replica in range(2):
-            own = ["--fault_tolerance.replica_id", str(replica)]
-            own += ["--job.dump_folder", str(folder / str(replica))]
-            groups.start(replica, [*command, *own])
+            options = ["--fault_tolerance.replica_id", str(replica)]
+            options += ["--job.dump_folder", str(folder / str(replica))]
+            groups.start(replica, [*command, *options])
         groups.wait(seconds=100)
     return [json.loads((folder / f"{r}/rank0.json").read_text()) for r in range(2)]
 

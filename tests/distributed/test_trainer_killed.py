@@ -52,10 +52,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> dict[int, set[float]]:
     """Returns the distinct losses of each step. A repeated step must give the same loss."""
-    found: dict[int, set[float]] = {}
+    by_step: dict[int, set[float]] = {}
     for line in lines(folder):
-        found.setdefault(line["step"], set()).add(line["loss_metrics/global_avg_loss"])
-    return found
+        by_step.setdefault(line["step"], set()).add(line["loss_metrics/global_avg_loss"])
+    return by_step
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ def test_a_killed_job_resumes_to_the_bits_of_one_that_was_not(start, undisturbed
     early = kill[1] <= STEPS // 2  # later, the job may end before the kill
     with pytest.raises(AssertionError) if early else contextlib.suppress(AssertionError):
         start(tmp_path, *mode, kill=kill)
-    made = len(lines(tmp_path))
+    before = len(lines(tmp_path))
     start(tmp_path, *mode)
     assert ended(tmp_path) == ended(undisturbed)
     assert losses(tmp_path) == losses(undisturbed)
     # A job repeats at most the steps since a checkpoint and the steps during its writing.
-    assert len(lines(tmp_path)) - STEPS <= min(made, 4)
+    assert len(lines(tmp_path)) - STEPS <= min(before, 4)
 
 
 def test_torchrun_starts_a_killed_job_again(undisturbed, tmp_path):

@@ -111,7 +111,7 @@ def spied(trainer: Trainer) -> list[str]:
 @case(1)
 def order_of_calls(folder: Path, shared: list[str]) -> None:
     """Calls of a step come in the order of torchtitan."""
-    found = {}
+    calls: dict[str, list[str]] = {}
     torch_adamw = (
         *("--experimental.custom_import", "examples.torch_adamw"),
         *("--model.name", "byte_llama_torch_adamw"),
@@ -122,9 +122,9 @@ def order_of_calls(folder: Path, shared: list[str]) -> None:
         "in backward": ("--optimizer.early_step_in_backward", "--training.max_norm", "inf"),
         "a TrainSpec's": torch_adamw,
     }.items():
-        own = folder / name
-        with trainer_of(own, shared, "--training.steps", "2", *settings) as trainer:
-            found[name] = spied(trainer)
+        job_folder = folder / name
+        with trainer_of(job_folder, shared, "--training.steps", "2", *settings) as trainer:
+            calls[name] = spied(trainer)
     clips = ["module.clip_grad_norm_"]
     wait = "CheckpointManager.maybe_wait_for_staging"
     for name, clip in (("fused", []), ("foreach", clips), ("a TrainSpec's", clips)):
@@ -134,8 +134,8 @@ def order_of_calls(folder: Path, shared: list[str]) -> None:
             *("OptimizersContainer.step", "LRSchedulersContainer.step", "MetricsProcessor.log"),
             "CheckpointManager.save",
         ]
-        assert found[name] == step * 2, name
-    early = found["in backward"]  # changes the state in backward
+        assert calls[name] == step * 2, name
+    early = calls["in backward"]  # changes the state in backward
     assert early.index(wait) < early.index("ByteLlama.forward")
     seconds = {
         name: [line.get("time_metrics/optimizer(s)") for line in lines(folder / name)]
@@ -160,9 +160,9 @@ def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()
 def skipped_steps(folder: Path, shared: list[str]) -> None:
     """Steps that are not finite change nothing and are counted."""
     for implementation in ("fused", "foreach"):
-        own = folder / implementation
+        job_folder = folder / implementation
         settings = ("--training.steps", "5", "--optimizer.implementation", implementation)
-        with trainer_of(own, shared, *settings) as trainer:
+        with trainer_of(job_folder, shared, *settings) as trainer:
             poison(trainer, {2}, losses={4})
             before: list[Any] = []
             step = trainer.train_step
@@ -176,8 +176,8 @@ def skipped_steps(folder: Path, shared: list[str]) -> None:
             trainer.train_step = watched  # type: ignore[method-assign]
             trainer.train()
         assert before == [False, True, False, True, False]
-        assert [line["skipped_steps"] for line in lines(own)] == [0, 1, 1, 2, 2]
-        assert [line["grad_norm"] is None for line in lines(own)] == before
+        assert [line["skipped_steps"] for line in lines(job_folder)] == [0, 1, 1, 2, 2]
+        assert [line["grad_norm"] is None for line in lines(job_folder)] == before
 
 
 @case(1)
@@ -298,7 +298,7 @@ def closing(folder: Path, shared: list[str]) -> None:
 @case(2)
 def low_precision_shards(folder: Path, shared: list[str]) -> None:
     """Low-precision copies of shards change no bit."""
-    found = []
+    sums = []
     for kept in ((), ("--parallelism.fsdp_keep_low_precision_shards",)):
         settings = ("--training.mixed_precision_param", "bfloat16", "--training.steps", "3", *kept)
         with trainer_of(folder / f"{len(kept)}", shared, *settings) as trainer:
@@ -306,8 +306,8 @@ def low_precision_shards(folder: Path, shared: list[str]) -> None:
             shards = [param._local_tensor for param in trainer.model_parts[0].parameters()]
             copies = [hasattr(shard, "low_precision_copy") for shard in shards]
             assert copies == [bool(kept)] * len(shards)
-            found.append([shard.double().sum().item().hex() for shard in shards])
-    assert found[0] == found[1]
+            sums.append([shard.double().sum().item().hex() for shard in shards])
+    assert sums[0] == sums[1]
 
 
 @case(2)
@@ -348,8 +348,8 @@ def a_stage_that_fails(folder: Path, shared: list[str]) -> None:
     settings = ("--model.name", folder.name, "--parallelism.pipeline_parallel_degree", "2")
     with pytest.raises(ConfigError) as error:
         Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
-    own = "no optimizer for the last stage"
-    expected = own if os.environ["RANK"] == "1" else f"rank 1: ConfigError: {own}"
+    message = "no optimizer for the last stage"
+    expected = message if os.environ["RANK"] == "1" else f"rank 1: ConfigError: {message}"
     assert str(error.value) == expected
 
 

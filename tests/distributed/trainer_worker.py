@@ -30,15 +30,15 @@ from torchopt_ext.trainer.trainer import Trainer
 
 def digest(values: dict[str, Any]) -> str:
     """Returns a digest of this rank's parts of all tensors, and of their names."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, value in sorted(values.items()):
         tensors = getattr(value, "shards", [value])  # a StateShard has several
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
             if isinstance(tensor, torch.Tensor):
-                found.update(name.encode() + tensor.detach().numpy().tobytes())
-    return found.hexdigest()
+                sha.update(name.encode() + tensor.detach().numpy().tobytes())
+    return sha.hexdigest()
 
 
 def kill(trainer: Trainer, rank: int, step: int, seconds: float) -> None:

@@ -104,10 +104,9 @@ def abandon(folder: Path, step: int) -> None:
 
 
 def recover(folder: Path) -> IO[str] | None:
-    """Cleans up after a process that was killed while it saved or removed a checkpoint.
+    """Cleans up after a process that was killed, unless another process has locked the folder.
 
-    If another process has locked the folder, warns and leaves the folder as it is. Returns the file
-    that locks the folder until it is closed or this process ends.
+    Returns the file that locks the folder until it is closed or this process ends.
     """
     lock = None
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,11 +163,7 @@ def by_preference(folder: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Returns a checkpoint's manifest, or None if it has none, as in torchtitan's checkpoints.
-
-    Raises:
-        ValueError: The manifest is damaged.
-    """
+    """Returns a checkpoint's manifest, or None, as torchtitan's. ValueError: it is damaged."""
     path = checkpoint / MANIFEST
     if not path.exists():
         return None
@@ -183,13 +178,9 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def problems(checkpoint: Path, step: int | None, rank: int, ranks: int) -> list[str]:
-    """Describes what is wrong with a checkpoint. A rank reads only its share of the files.
+    """Describes what is wrong with a step's checkpoint. A rank reads only its share of the files.
 
-    Args:
-        step: the step that the checkpoint should be of; None: any step.
-
-    Raises:
-        ValueError, OSError: The manifest or the metadata is damaged or cannot be read.
+    Raises ValueError or OSError if the manifest or the metadata cannot be read.
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:

@@ -31,11 +31,7 @@ from torchopt_ext.trainer.saved_values import (
 
 
 def model_state(model_parts: list[nn.Module]) -> dict[str, Any]:
-    """Returns the live parameters and buffers of all parts, by their names in the whole model.
-
-    Raises:
-        ValueError: Two parts have an entry of the same name.
-    """
+    """Returns the live parameters and buffers of all parts, by their names in the whole model."""
     merged: dict[str, Any] = {}
     for part in model_parts:
         # As get_model_state_dict, which takes 60 us for each key and would delay a training step.
@@ -57,9 +53,7 @@ def set_model_state(model_parts: list[nn.Module], state: dict[str, Any]) -> None
 def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[str, Any]:
     """Returns a model's state for DCP to load into, with non-tensor values as they were saved.
 
-    Raises:
-        ConfigError: The checkpoint at `where` is of another model. The message names entries that
-            it lacks or has in another shape.
+    Raises ConfigError, naming entries that the checkpoint lacks or has in another shape.
     """
     others = {name for name, value in live.items() if not torch.is_tensor(value)}
     entries = entries_to_load(others, {}, metadata)
@@ -80,8 +74,7 @@ def states_to_load(
 ) -> dict[str, Any]:
     """Returns the states at some keys for DCP to load into, as they were saved.
 
-    Raises:
-        ConfigError: The checkpoint at `where` lacks items of a live state. The message names them.
+    Raises ConfigError, naming items of a live state that the checkpoint lacks.
     """
     states: dict[str, Any] = {key: {} for key in keys} | entries_to_load(keys, live, metadata)
     missing = []
@@ -124,17 +117,15 @@ def settings(states: Mapping[str, Any]) -> list[str]:
 
 
 class DataPosition:
-    """The position of a data loader, one entry for each key of its state dict.
+    """The position of a data loader, packed, one entry for each key of its state dict.
 
-    The keys of a parallel loader's state dict differ between data-parallel ranks, such as
-    torchtitan's ``dp_rank_0``. A key that several ranks have is saved once.
+    A key that several ranks have is saved once. Others, such as ``dp_rank_0``, are of one rank.
     """
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
 
     def state_dict(self) -> dict[str, bytes]:
-        """Returns the packed state. Raises TypeError, naming a value that could not be loaded."""
         state = self._dataloader.state_dict()
         return {str(k): packed(one_entry(value, f"dataloader.{k}")) for k, value in state.items()}
 
@@ -162,10 +153,7 @@ class PeerState:
 class RandomState:
     """This rank's generators: torch's of CPU and current device, Python's, numpy's if imported.
 
-    Args:
-        rank: the global rank.
-        layout: the text of :func:`layout`. States of another layout are not loaded, because its
-            ranks do other parts of the work.
+    States of another :func:`layout` are not loaded: its ranks do other parts of the work.
     """
 
     def __init__(self, rank: int, layout: str) -> None:

@@ -60,10 +60,6 @@ def build_text(
     Without a tokenizer, tokens are the files' bytes, which stay on disk. With a tokenizer (a method
     `encode` from text to numbers), each rank encodes all files (UTF-8) at the start, and holds 4
     bytes per token.
-
-    Raises:
-        ConfigError: `training.dataset_path` is not set, or does not exist, or has a file that a
-            tokenizer cannot encode, because it is not UTF-8.
     """
     training = job_config.training
     if not training.dataset_path:

@@ -104,12 +104,7 @@ def set_determinism(
     seed: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Seeds all ranks with the same seed, to which each pipeline stage adds its index.
-
-    Args:
-        seed: the first stage's seed; None: rank 0's current seed.
-        deterministic: whether torch uses deterministic algorithms only.
-    """
+    """Seeds all ranks with the same seed, by default rank 0's. Each stage adds its index to it."""
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -144,8 +139,7 @@ def set_pg_timeouts(
 ) -> None:
     """Sets the timeout of the default process group and the meshes' groups. All ranks call it.
 
-    Waits for all ranks first. Otherwise the others could exceed the new timeout while they wait
-    for a rank that is late within the old timeout.
+    Waits first for ranks that are late within the old timeout.
     """
     if world_mesh.device_type == "cuda":
         dist.barrier(device_ids=[torch.cuda.current_device()])
@@ -167,20 +161,15 @@ def mean_and_max(value: Tensor, mesh: DeviceMesh) -> tuple[float, float]:
     mine = value.detach().double()  # in which sums of fp32 are exact enough
     every = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(every, mine, group=mesh.get_group())
-    found = torch.stack(every)
-    return float(found.mean()), float(found.max())
+    values = torch.stack(every)
+    return float(values.mean()), float(values.max())
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, pp_mesh: DeviceMesh | None = None
 ) -> Tensor:
-    """Clips gradients of torch's optimizers as torch.nn.utils.clip_grad_norm_. Returns the norm.
-
-    Args:
-        parameters: parameters of this rank's stages.
-        pp_mesh: mesh of the pipeline's ranks. The norm is that of all stages.
-    """
+    """Clips gradients of torch's optimizers, by the norm over all stages, which it returns."""
     params = list(parameters)
     for param in params:
         grad = param.grad

@@ -19,24 +19,22 @@ def export_safetensors(
 ) -> None:
     """Writes a checkpoint's model into one safetensors file, in one process for any saved layout.
 
-    The file is a length, a JSON header and the data. The tensors are read into the mapped file, so
-    the model does not have to fit into memory. An existing file is replaced when the output is
-    complete.
+    The tensors are read into the mapped file, so the model does not have to fit into memory. An
+    existing file is replaced when the output is complete.
 
     Args:
         checkpoint: a folder ``step-N`` of CheckpointManager or of torchtitan.
         dtype: the dtype to convert floating-point tensors to; None: no conversion.
 
     Raises:
-        ValueError: The checkpoint is damaged, or the format lacks the dtype of a tensor. The
-            message names the tensor.
+        ValueError: The checkpoint is damaged, or the format lacks a tensor's dtype, which is named.
         OSError: The file cannot be written. No part of it is left.
     """
     reader = dcp.Reader(checkpoint)
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, stored in model_tensors(reader.read_metadata()).items():
-        own = stored.properties.dtype
-        kind = dtype if dtype and own.is_floating_point else own
+        kind = stored.properties.dtype
+        kind = dtype if dtype and kind.is_floating_point else kind
         if kind not in NAMES:
             raise ValueError(f"'{name}' is {kind}, which safetensors files cannot hold")
         tensors[name] = kind, tuple(stored.size)

@@ -81,13 +81,9 @@ class ForwardPass:
         )
 
     def backward(self, input_dict: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """Computes gradients of the mean loss over a step's local batches.
+        """Computes gradients of the mean loss over a step's local batches, concatenated.
 
-        Args:
-            input_dict, labels: the local batches, concatenated.
-
-        Returns:
-            The loss, detached; on stages before the last a negative number.
+        Returns the loss, detached; on stages before the last a negative number.
         """
         count = self._accumulated
         total = torch.zeros((), device=self.device)
@@ -125,8 +121,7 @@ class ForwardPass:
     def _share_of_loss(self, pred: Tensor, labels: Tensor) -> Tensor:
         """Returns a local batch's share of the mean loss of the step.
 
-        A loss that is not finite may have finite gradients, but the step must be skipped. The
-        gradients become NaN, which reaches all ranks with them, without waiting for the device.
+        If it is not finite, gradients become NaN: all ranks skip, and no host waits.
         """
         loss: Tensor = self.loss_fn(pred, labels) / self._accumulated
         if self._config.optimizer.skip_nonfinite and loss.requires_grad:
@@ -135,10 +130,7 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def _contexts(self, *batch: Tensor) -> Iterator[None]:
-        """The contexts for a forward and backward pass.
-
-        Under context parallelism each tensor of ``batch`` holds this rank's positions inside.
-        """
+        """In it, under context parallelism, a batch's tensors hold this rank's positions."""
         with contextlib.ExitStack() as stack:
             if self._dims.loss_parallel_enabled:
                 stack.enter_context(parallel.loss_parallel())
@@ -172,11 +164,7 @@ class ForwardPass:
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> AbstractContextManager[Any]:
-    """Returns autocast for mixed precision with DDP or on one rank. Enter it in each step.
-
-    FSDP casts on its own. Tensor and pipeline parallelism without FSDP have no mixed precision, as
-    in torchtitan.
-    """
+    """Returns autocast for mixed precision with DDP or on one rank, as in torchtitan."""
     if mixed_precision_param == "float32" or parallel_dims.fsdp_enabled:
         return contextlib.nullcontext()
     if parallel_dims.tp_enabled or parallel_dims.pp_enabled:
@@ -249,11 +237,7 @@ class Validator:
 
     @torch.no_grad()
     def validate(self) -> Tensor:
-        """Returns this rank's mean loss, 0-dim; a negative one on stages before the last.
-
-        Raises:
-            ValueError: The data set has no batch.
-        """
+        """Returns this rank's mean loss, 0-dim; a negative one on stages before the last."""
         forward_pass, config = self._forward_pass, self._config
         _torch.prepare_stages_again(forward_pass.schedule)
         for part in forward_pass.model_parts:

@@ -40,9 +40,8 @@ class FTManager:
     def average_gradients(self, model_parts: Iterable[nn.Module]) -> None:
         """Averages gradients over the replica groups of this step, after backward.
 
-        Ranks of the same index hold the same part of the model in each group. A gradient that a
-        group does not have counts as zeros there; one that no group has stays None. torchft records
-        an error of communication, and the step is then not committed.
+        A gradient that a group does not have counts as zeros there; one that no group has stays
+        None. torchft records an error of communication, and the step is then not committed.
         """
         if not self.enabled:
             return
@@ -50,30 +49,25 @@ class FTManager:
         if not params:
             return
         missing = [i for i, p in enumerate(params) if p.grad is None]
-        found = torch.ones(len(params), device=local_tensor(params[0]).device)
-        found[missing] = 0.0
+        present = torch.ones(len(params), device=local_tensor(params[0]).device)
+        present[missing] = 0.0
         for p in params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype or p.dtype)
             elif is_dtensor(p) and p.grad.placements != p.placements:  # type: ignore[attr-defined]
                 p.grad = p.grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-        averaged = [found, *local_gradients(params, written=True)]
+        averaged = [present, *local_gradients(params, written=True)]
         try:
             for work in [self.manager.allreduce(tensor) for tensor in averaged]:
                 work.wait()
         finally:
             for i in missing:
-                if not found[i]:
+                if not present[i]:
                     params[i].grad = None
 
 
 def init_ft_manager(job_config: JobConfig) -> FTManager:
-    """Builds the manager that `[fault_tolerance]` asks for.
-
-    Raises:
-        ConfigError: The group size or replica id is out of range, torchrun did not start the job,
-            or torchft is not installed.
-    """
+    """Builds the manager that `[fault_tolerance]` asks for."""
     config = job_config.fault_tolerance
     if not config.enable:
         return FTManager(None)

@@ -7,15 +7,16 @@ import sys
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchopt_ext.trainer.extras import MissingExtra, import_extra
 
 
-class MetricWriter(Protocol):
+class MetricWriter:
     """Writes the metrics of one step at a time."""
 
-    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         pass

@@ -47,9 +47,7 @@ def build_optimizers(
 ) -> OptimizersContainer[Any]:
     """Builds a job's optimizers. torchopt_ext's clip to `training.max_norm` in their step.
 
-    Raises:
-        ConfigError: A setting is unknown, has no effect (in a pipeline `build_for_stage` checks
-            this), or does not go with the others.
+    In a pipeline `build_for_stage` rejects settings without effect.
     """
     config = SimpleNamespace(**vars(job_config.optimizer))
     if config.implementation == "fused":
@@ -89,11 +87,11 @@ def build_optimizers(
         "parallelism.pipeline_parallel_degree": (dims.pp, 1),
         "fault_tolerance.enable": (ft_manager is not None and ft_manager.enabled, False),
     }
-    for name, (found, expected) in needed.items():
-        if found != expected:
+    for name, (value, expected) in needed.items():
+        if value != expected:
             raise ConfigError(
                 f"parallelism.zero is {partition!r}, which needs {name} {expected!r}, found "
-                f"{found!r}"
+                f"{value!r}"
             )
     options = fused_options(config)
     params = [param for part in model_parts for param in part.parameters()]
@@ -123,22 +121,20 @@ def build_for_stage(
 ) -> OptimizersContainer[Any]:
     """Builds the optimizers of one pipeline stage. All stages clip and skip by one norm.
 
-    Raises:
-        ConfigError: No stage has a trainable parameter, a setting has no effect in any stage, or a
-            stage's settings are wrong. All ranks raise.
+    Raises ConfigError on all ranks, also for a setting that has no effect in any stage.
     """
     with as_config_error(), fail_together(process_group):
         optimizers = build()
     for optimizer in optimizers:
         if isinstance(optimizer, FusedOptimizer):
             optimizer.process_group = process_group
-    own = [
+    dtypes = [
         (unwrapped(name), str(param.dtype).removeprefix("torch."))
         for part in optimizers.model_parts
         for name, param in part.named_parameters(remove_duplicate=False)
         if param.requires_grad
     ]
-    every = all_gather_text(json.dumps(own), process_group, "comparing pipeline stages")
+    every = all_gather_text(json.dumps(dtypes), process_group, "comparing pipeline stages")
     named = [
         (name, nn.Parameter(torch.empty(0, dtype=getattr(torch, dtype))))
         for text in every

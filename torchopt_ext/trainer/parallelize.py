@@ -138,9 +138,7 @@ def layers_of(model: nn.Module) -> nn.ModuleDict:
 def checkpoint_activations(model: nn.Module, config: ActivationCheckpoint) -> None:
     """Recomputes activations in backward: all, those of every n-th layer, or all but costly ones.
 
-    Args:
-        config: mode "none", "full" or "selective"; selective_ac_option n, or "op", which saves the
-            outputs of `_torch.ops_worth_saving`, but only of every second matrix product.
+    "op" saves outputs of `_torch.ops_worth_saving`, but only of every second matrix product.
     """
     option = config.selective_ac_option
     if config.mode == "none":
@@ -222,10 +220,7 @@ def shard(
 
 
 def set_gradient_sync(model_parts: list[nn.Module], on: bool) -> None:
-    """Sets whether the next backward passes reduce gradients over data-parallel ranks.
-
-    It is off for all accumulated batches except the last. FSDP then keeps unsharded gradients.
-    """
+    """Sets whether the next backward passes reduce gradients over data-parallel ranks."""
     for part in model_parts:
         # fully_shard and replicate add the method.
         if set_sync := getattr(part, "set_requires_gradient_sync", None):
@@ -244,11 +239,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Sets all names of each group to the parameter of the group's first name.
-
-    Raises:
-        ConfigError: Tensor parallelism has sharded the group's parameters in different ways.
-    """
+    """Sets all names of each group to the parameter of the group's first name."""
     for first, *others in ties:
         param = model.get_parameter(first)
         for name in others:
@@ -260,8 +251,8 @@ def tie(model: nn.Module, ties: list[list[str]]) -> None:
                     f"by {placed[0]} and by {placed[1]}"
                 )
             if other is not param:
-                owner, _, own = name.rpartition(".")
-                setattr(model.get_submodule(owner), own, param)
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, param)
 
 
 @torch.no_grad()
@@ -270,11 +261,7 @@ def init_parts(
 ) -> None:
     """Allocates the parts, calls their `init_weights`, and sets them to training mode.
 
-    Args:
-        ties: :func:`tied_names` of the model before it was split and parallelized.
-
-    Raises:
-        ConfigError: A tied parameter was split, or shards cannot be kept in low precision.
+    `ties` are :func:`tied_names` of the model before it was split and parallelized.
     """
     offload = job_config.training.enable_cpu_offload
     seeding = job_config.checkpoint.create_seed_checkpoint  # one process without FSDP

@@ -121,8 +121,7 @@ def split_layers(
     `..._last_stage_less_layers` layers. A share is at most `pipeline_parallel_layers_per_stage`. By
     default each rank gets one stage, or two for schedules with several stages per rank.
 
-    Raises:
-        ValueError: The number of stages does not fit schedule and ranks, or a split point is wrong.
+    Raises ConfigError if the number of stages does not fit, or a split point is wrong.
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -158,12 +157,12 @@ def split_layers(
     stages = len(bounds) - 1
     a_rank = stages // ranks
     v_style = is_v_shaped(config)
-    wanted = "one" if single else "two" if v_style else "two or more"
+    expected = "one" if single else "two" if v_style else "two or more"
     fits = a_rank == 1 if single else a_rank == 2 if v_style else a_rank >= 2
     if stages % ranks or not fits:
         raise ConfigError(
             f"parallelism.{source} makes {stages} pipeline stages on {ranks} ranks, but schedule "
-            f"{config.pipeline_parallel_schedule} needs {wanted} a rank"
+            f"{config.pipeline_parallel_schedule} needs {expected} a rank"
         )
     return [layers[start:end] for start, end in pairwise(bounds)]
 
@@ -199,13 +198,9 @@ def _check_ties(model: nn.Module, split: list[list[str]]) -> None:
 
 
 def stage_module(model: nn.Module, split: list[list[str]], index: int) -> nn.Module:
-    """Returns a copy of the model with only one stage's part.
-
-    Raises:
-        ValueError: The model has parameters outside its children, which belong to no stage.
-    """
-    if own := [name for name, _ in model.named_parameters(recurse=False)]:
-        raise ValueError(f"{type(model).__name__} has {own} itself, outside of its stages' modules")
+    """Returns a copy of the model with only one stage's part."""
+    if names := [name for name, _ in model.named_parameters(recurse=False)]:
+        raise ValueError(f"{type(model).__name__} has {names} itself, outside of stages' modules")
     part = copy.deepcopy(model)
     children = [name for name, _ in part.named_children()]
     for name in children:

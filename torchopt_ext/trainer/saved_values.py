@@ -29,16 +29,9 @@ _WHOLE = "torchopt_ext.whole"
 def divided(value: Any, where: str, *, strict: bool = False, nested: bool = False) -> Any:
     """Returns a state that DCP can split, and from which every value can be loaded again.
 
-    A dict inside the state becomes a tuple, which :func:`restored` undoes, unless the dict has
-    tensors. A dict with keys that are not strings becomes a tuple in any case.
-
-    Args:
-        strict: whether the state is an optimizer's, which :mod:`torchopt_ext.statedict.dcp` loads
-            as it was split. Keys that cannot be restored from text are rejected.
-        nested: whether the value is inside the state.
-
-    Raises:
-        TypeError: A value would come back changed or in part, or :func:`one_entry` raises it.
+    A dict inside the state becomes a tuple, which :func:`restored` undoes, if it has no tensors or
+    has keys that are not strings. :mod:`torchopt_ext.statedict.dcp` loads an optimizer's state as
+    it was split: `strict` rejects keys that cannot be restored from text, with a TypeError.
     """
     if isinstance(value, Tensor):
         return value
@@ -65,9 +58,7 @@ def undivided(value: Any, where: str) -> Any:
 def one_entry(value: Any, where: str) -> Any:
     """Converts numpy's numbers in a value to Python's, and checks that the value can be loaded.
 
-    Raises:
-        TypeError: A part of the value needs code of the file to load, as numpy's arrays do, or is a
-            DTensor. The message names the part.
+    Raises TypeError, naming a part that is a DTensor or needs code of the file to load.
     """
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         value = value.item()

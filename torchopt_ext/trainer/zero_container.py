@@ -65,17 +65,13 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         self._zero.optim.init_state()
         names = dict(zip(params_of(self), self._names, strict=True))
         control = self._zero.optim.saved_control()
-        found = flat.get_state_dict([self._zero], names)
-        return found | {f"{CONTROL_KEY}.{name}": value for name, value in control.items()}
+        state = flat.get_state_dict([self._zero], names)
+        return state | {f"{CONTROL_KEY}.{name}": value for name, value in control.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads whole tensors or this rank's shards. Everything is checked before it is used.
 
-        Raises:
-            KeyError: an option is missing, or the state of a trained parameter of which this rank
-                keeps a part. All ranks raise.
-            ValueError: a value does not fit, or the parameters of a group have different options.
-                All ranks raise.
+        Raises KeyError or ValueError on all ranks, as :class:`OptimizersContainer`'s.
         """
         groups = self._zero.state_dict()["param_groups"]
         names, params = self._names, params_of(self)
@@ -95,11 +91,11 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
             problems: list[str] = []
             options = []
             for group in groups:
-                own = [names[index] for index in group["params"]]
-                options.append(flat.read_options(group, own, state_dict, missing, problems))
+                fqns = [names[index] for index in group["params"]]
+                options.append(flat.read_options(group, fqns, state_dict, missing, problems))
             flat.raise_missing(missing, problems)
-        for group, found in zip(groups, options, strict=True):
-            for name, value in found.items():
+        for group, values in zip(groups, options, strict=True):
+            for name, value in values.items():
                 live = group.get(name)
                 group[name] = torch.full_like(live, value) if isinstance(live, Tensor) else value
         if (control := flat.read_control(state_dict)) and state:

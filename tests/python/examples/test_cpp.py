@@ -112,9 +112,9 @@ def test_bits_are_those_of_the_python_class(
     ]
     expected = [*(leaf.detach() for leaf in leaves), *state, *norms]
 
-    found = steps(params, list(itertools.chain(*gradients)), list(settings.values()))
+    results = steps(params, list(itertools.chain(*gradients)), list(settings.values()))
     torch.testing.assert_close(
-        [x.detach() for x in found], expected, rtol=0, atol=0, equal_nan=True
+        [x.detach() for x in results], expected, rtol=0, atol=0, equal_nan=True
     )
 
 
@@ -131,8 +131,8 @@ class TestLibrary:
         names: dict[str, set[str]] = {}
         for line in listed.splitlines():
             name, _, version = line[19:].partition("@@")
-            found = re.search(r"torchopt_ext::(\w+)", name)
-            names.setdefault(version, set()).add(found[1] if found else name)
+            match = re.search(r"torchopt_ext::(\w+)", name)
+            names.setdefault(version, set()).add(match[1] if match else name)
         assert names.keys() == {"", "TORCHOPT_EXT", "TORCHOPT_EXT_PRIVATE"}
         assert names[""] == {"TORCHOPT_EXT", "TORCHOPT_EXT_PRIVATE"}  # the versions themselves
         assert names["TORCHOPT_EXT"] == {
@@ -196,15 +196,15 @@ class TestFindPackage:
     ) -> None:
         torch = self.site.parent / "elsewhere"
         self.add_torch(torch, 3)
-        found = f"but {torch} is torch 2.3"
+        message = f"but {torch} is torch 2.3"
         folder = torch / place
-        assert found in self.find(f"-DCMAKE_PREFIX_PATH=/nowhere;{folder}")
-        assert found in self.find(f"-DTorch_ROOT={folder}")
-        assert found in self.find(f"-DTorch_DIR={torch}/share/cmake/Torch")
+        assert message in self.find(f"-DCMAKE_PREFIX_PATH=/nowhere;{folder}")
+        assert message in self.find(f"-DTorch_ROOT={folder}")
+        assert message in self.find(f"-DTorch_DIR={torch}/share/cmake/Torch")
         for variable, value in {
             "CMAKE_PREFIX_PATH": f"/nowhere:{folder}",
             "Torch_ROOT": f"{folder}",
         }.items():
             with monkeypatch.context() as patch:
                 patch.setenv(variable, value)
-                assert found in self.find()
+                assert message in self.find()

@@ -113,14 +113,14 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_fingerprint_sees_every_bit_of_weights_and_state(tmp_path: Path) -> None:
     state = {"w": torch.arange(6.0).view(2, 3), "optimizer": {"state.w.step": torch.tensor(3.0)}}
-    found = set()
+    hashes = set()
     for number, change in enumerate([0.0, 2.0**-22, 0.0]):
         state["optimizer"]["state.w.step"] = torch.tensor(3.0 + change)
         dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / str(number), no_dist=True)
         sha256, weights = run_demo.fingerprint(tmp_path / str(number))
         assert weights == 6
-        found.add(sha256)
-    assert len(found) == 2
+        hashes.add(sha256)
+    assert len(hashes) == 2
 
 
 def test_the_picture_is_drawn(peace: Metrics, killed: Metrics, tmp_path: Path) -> None:

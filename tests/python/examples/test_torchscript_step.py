@@ -17,9 +17,9 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def norms(text: str) -> list[float]:
-    found = [float(x) for x in re.findall(r"gradient norm ([\d.e+-]+)", text)]
-    assert len(found) == 10, text
-    return found
+    values = [float(x) for x in re.findall(r"gradient norm ([\d.e+-]+)", text)]
+    assert len(values) == 10, text
+    return values
 
 
 def expected() -> list[float]:

@@ -79,9 +79,9 @@ def test_the_trainer_is_gone_before_the_process_group(
     held_at_end = []
 
     def build(job_config: JobConfig) -> MagicMock:
-        made = MagicMock(stopped_by=None)  # is part of a cycle
-        built.append(weakref.ref(made))
-        return made
+        trainer = MagicMock(stopped_by=None)  # is part of a cycle
+        built.append(weakref.ref(trainer))
+        return trainer
 
     monkeypatch.setattr(train, "Trainer", build)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: held_at_end.append(built[0]()))

@@ -60,7 +60,7 @@ def build(config: JobConfig, rank: int = 0, ranks: int = 1, tokenizer: Any = Non
 
 def samples(batches: Any) -> list[list[int]]:
     """Returns the window numbers of each batch, after checks of shapes and labels."""
-    found = []
+    numbers = []
     for inputs, labels in batches:
         assert inputs.keys() == {"input"}
         both = torch.cat([inputs["input"], labels[:, -1:]], dim=1)
@@ -69,8 +69,8 @@ def samples(batches: Any) -> list[list[int]]:
         assert bytes(both.flatten().tolist()) == b"".join(
             TEXT[row[0] : row[0] + SEQ_LEN + 1] for row in both.tolist()
         )
-        found.append([row[0] // (SEQ_LEN + 1) for row in both.tolist()])
-    return found
+        numbers.append([row[0] // (SEQ_LEN + 1) for row in both.tolist()])
+    return numbers
 
 
 def flat(lists: list[list[int]]) -> list[int]:
@@ -197,12 +197,12 @@ def test_changed_data_is_reported(job_config: JobConfig, caplog: pytest.LogCaptu
 def test_long_texts_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "_BLOCK", 2)
     monkeypatch.setattr(windows, "_BLOCKS", 4)
-    tokens, found = torch.zeros(40, dtype=torch.int32), []
+    tokens, sums = torch.zeros(40, dtype=torch.int32), []
     for at in range(40):
         tokens[at] = 1
-        found.append(TokenWindows(tokens, 3).crc32)
+        sums.append(TokenWindows(tokens, 3).crc32)
         tokens[at] = 0
-    assert len(set(found)) == 1 + 4 * 2
+    assert len(set(sums)) == 1 + 4 * 2
 
 
 def test_windows_of_any_tensor_and_spans_of_files(job_config: JobConfig) -> None:
@@ -363,14 +363,14 @@ def test_passes_over_a_stream(job_config: JobConfig, epochs: int, workers: int) 
     undisturbed = drawn(build(job_config))
     assert len(undisturbed) == 6 * epochs
     torch.manual_seed(0)
-    loader, found = build(job_config), []
+    loader, read = build(job_config), []
     for _ in range(10):
-        found += drawn(itertools.islice(loader, 2))
+        read += drawn(itertools.islice(loader, 2))
         packed, random_numbers = DataPosition(loader).state_dict(), torch.get_rng_state()
         loader = build(job_config)
         DataPosition(loader).load_state_dict(packed)
         torch.set_rng_state(random_numbers)
-    assert found == undisturbed
+    assert read == undisturbed
 
 
 def test_endless_and_empty_streams(job_config: JobConfig) -> None:

@@ -28,6 +28,6 @@ def test_gradients_that_groups_lack_count_as_zeros() -> None:
     peers = [torch.full((2,), value) for value in (3.0, 20.0, 0.0, 0.0)]
     peer = Peer([torch.tensor([1.0, 1.0, 0.0, 0.0]), *peers])
     FTManager(peer, 2).average_gradients([model])
-    found = [None if p.grad is None else p.grad.tolist() for p in model]
-    assert found == [[2.0, 2.0], [10.0, 10.0], [50.0, 50.0], None]
+    averages = [None if p.grad is None else p.grad.tolist() for p in model]
+    assert averages == [[2.0, 2.0], [10.0, 10.0], [50.0, 50.0], None]
     assert peer.tensors == []

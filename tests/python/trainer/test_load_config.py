@@ -223,10 +223,10 @@ def test_every_setting_has_a_text() -> None:
         section, _, field = name.rpartition(".")
         owner = type(get(JobConfig(), section)).__name__
         start = lines.index(f"class {owner}:")
-        found = [n for n in range(start, len(lines)) if lines[n].startswith(f"    {field}: ")]
-        if field in CONFIGURED and not found:
+        numbers = [n for n in range(start, len(lines)) if lines[n].startswith(f"    {field}: ")]
+        if field in CONFIGURED and not numbers:
             continue
-        assert "  # " in lines[found[0]] or lines[found[0] + 1].startswith('    """'), name
+        assert "  # " in lines[numbers[0]] or lines[numbers[0] + 1].startswith('    """'), name
 
 
 # ---- what is rejected ----------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
         written = tomllib.loads(Path(path).read_text())
     except (tomllib.TOMLDecodeError, UnicodeError):
         assume(False)
-    found = reduce(dict.__getitem__, name.split("."), written)
+    expected = reduce(dict.__getitem__, name.split("."), written)
     try:
         kept = get(load_config(["--config", path]), name)
     except ConfigError as error:
@@ -333,8 +333,8 @@ def test_any_value_in_a_file_is_kept_or_rejected(tmp_path: Path, name: str, valu
     if kept is None:
         assert message.startswith(f"in {path}, {name} is ")
         assert "expected" in message
-    elif kept != found:  # it is read as on the command line
-        texts = [*map(str, found)] if isinstance(found, list) else [f"{found}"]
+    elif kept != expected:  # it is read as on the command line
+        texts = [*map(str, expected)] if isinstance(expected, list) else [f"{expected}"]
         one = [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
         assert kept == get(load_config(one), name)
 
@@ -421,13 +421,13 @@ def test_every_setting_is_read() -> None:
     others = ("job.", "model.hf", "model.tokenizer")
     for name in NAMES:
         field = name.rpartition(".")[2]
-        known = (
+        exempt = (
             name.startswith(others)
             or ".dataloader." in name
             or field in CONFIGURED  # containers/build.py reads all of them, and these
-            or any(field == own.name for each in ALGORITHMS.values() for own in each.hypers)
+            or any(field == hyper.name for each in ALGORITHMS.values() for hyper in each.hypers)
         )
-        assert known or f".{field}" in source or f'"{field}' in source, name
+        assert exempt or f".{field}" in source or f'"{field}' in source, name
 
 
 @pytest.mark.parametrize("name", REJECTED)

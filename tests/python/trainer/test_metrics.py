@@ -109,10 +109,14 @@ def test_what_is_not_known_is_left_out(job_config: JobConfig) -> None:
     for step, flops in ((1, 0), (4, 10)):
         processor.num_flops_per_token = flops
         processor.log(step, float("nan"), float("inf"))
-    without, known = lines(job_config)
-    assert known.keys() - without.keys() == {"tflops"}
-    assert "mfu(%)" not in known
-    assert known["loss_metrics/global_avg_loss"] is known["loss_metrics/global_max_loss"] is None
+    no_flops, with_flops = lines(job_config)
+    assert with_flops.keys() - no_flops.keys() == {"tflops"}
+    assert "mfu(%)" not in with_flops
+    assert (
+        with_flops["loss_metrics/global_avg_loss"]
+        is with_flops["loss_metrics/global_max_loss"]
+        is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_ran
             optimizer.zero_grad()
             part(torch.ones(2, 70)).square().sum().backward()
             optimizer.step()
-    for found, expected in zip(model.parameters(), copy.parameters(), strict=True):
-        assert torch.equal(found, expected)
+    for weight, expected in zip(model.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize("partition", ["none", "greedy"])
@@ -126,10 +126,10 @@ def test_no_decay_and_factors_of_the_learning_rate(one_rank: None) -> None:
         {"zero": "balanced"},
     ):
         copy = deepcopy(model)
-        given: dict[str, Any] = {"max_norm": 1e9, "lr": 0.01, "weight_decay": 0.5, **choice}
-        container = build_optimizers([copy], job(**given | settings))
-        for weight, wanted in zip(trained(copy, container), expected, strict=True):
-            torch.testing.assert_close(weight, wanted, rtol=0, atol=2e-7)
+        options: dict[str, Any] = {"max_norm": 1e9, "lr": 0.01, "weight_decay": 0.5, **choice}
+        container = build_optimizers([copy], job(**options | settings))
+        for weight, other in zip(trained(copy, container), expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=0, atol=2e-7)
         if not saved:
             saved = container.state_dict()
         container.load_state_dict(deepcopy(saved))

@@ -47,11 +47,11 @@ def test_traces(job_config: JobConfig) -> None:
         for step in range(8, 20):  # ends while step 20 would be traced
             torch.ones(step, 3) @ torch.ones(3, 2)
             profiler.step()
-    found = files(job_config)
-    assert found.keys() == {
+    traces = files(job_config)
+    assert traces.keys() == {
         f"profile_traces/iteration_{step}/rank0_trace.json" for step in (10, 15)
     }
-    for name, path in found.items():
+    for name, path in traces.items():
         events = json.loads(path.read_text())["traceEvents"]
         shapes = [e["args"]["Input Dims"] for e in events if e.get("name") == "aten::mm"]
         assert shapes == [[[int(name.split("_")[2].split("/")[0]), 3], [3, 2]]]
