@@ -78,19 +78,32 @@ def test_from_meta_to_memory() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("cls", [FusedAdamW, FusedLion, FusedSGD])
-def test_a_model_leaves_no_shards_behind(cls: Any) -> None:
-    """After a model is dropped, only FSDP2's own garbage cycles refer to its shards."""
+def test_a_step_writes_the_copies_and_a_dropped_model_leaves_no_shards(cls: Any) -> None:
+    """A gather after a step copies nothing; only FSDP2's garbage cycles refer to shards."""
     model = model_of(mp_policy=BF16)
     keep_low_precision_shards(model)
     optimizer = cls(model.parameters())
-    for param in model.parameters():
-        param.grad = param.detach()
-    optimizer.step()
-    shards = [weakref.ref(param._local_tensor) for param in model.parameters()]
-    copies = [weakref.ref(param._local_tensor.low_precision_copy) for param in model.parameters()]
-    del model, optimizer, param
+    shards = [param._local_tensor for param in model.parameters()]
+    for count in range(2):
+        for param in model.parameters():
+            param.grad = param.detach() + count
+        optimizer.step()
+        for shard in shards:
+            assert torch.equal(shard.low_precision_copy, shard.bfloat16())
+    for shard in shards:
+        shard.low_precision_copy.data.fill_(7.0)  # counts no change, so that a gather sends it
+        assert sent_by(shard).eq(7.0).all()
+        shard.mul_(1.0)
+        assert torch.equal(sent_by(shard), shard.bfloat16())
+    references = [weakref.ref(x) for s in shards for x in (s, s.low_precision_copy)]
+    del model, optimizer, param, shard, shards
     gc.collect()
-    assert [ref() for ref in (*shards, *copies)] == [None] * len(shards) * 2
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def sent_by(shard: Any) -> torch.Tensor:
+    (sent,), _ = shard.fsdp_pre_all_gather(*[None] * 5)
+    return sent[: len(shard)]
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -109,5 +122,4 @@ def test_ranks_send_the_weights_that_local_sgd_writes() -> None:
         param.grad = param.detach()
     container.step()
     for shard in shards:
-        (sent,), _ = shard.fsdp_pre_all_gather(*[None] * 5)
-        assert torch.equal(sent, torch.full_like(sent, 3.0))
+        assert sent_by(shard).eq(3.0).all()

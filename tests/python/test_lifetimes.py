@@ -25,6 +25,7 @@ from torchopt_ext.containers import (
     OptimizersContainer,
     OptimizersInBackwardContainer,
 )
+from torchopt_ext.optim import fused_step
 from torchopt_ext.zero import (
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
@@ -262,6 +263,38 @@ def test_parameters_that_a_user_drops_are_freed_at_once(kind: str) -> None:
         state[new] = {k: torch.cat([v] * 2) if v.dim() else v for k, v in entry.items()}
     del model, old
     assert [reference() is None for reference in dropped] == [True] * len(dropped)
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("kind", ["alone", "norm", "joint", "two plans", "rejected"])
+def test_a_step_keeps_no_gradient(kind: str) -> None:
+    options: Any = {"max_grad_norm": 1.0} if kind in ("norm", "joint") else {}
+    dtypes = (torch.float32, torch.float64) if kind == "two plans" else (torch.float32,) * 2
+    optimizers = [FusedAdamW(layers().to(dtype).parameters(), **options) for dtype in dtypes]
+    stepped = optimizers[:1] if kind in ("alone", "norm", "rejected") else optimizers
+    params = [p for o in stepped for group in o.param_groups for p in group["params"]]
+    for count in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if kind == "rejected" and count:
+            stepped[0].param_groups[0]["betas"] = ("x", 0.9)
+            with pytest.raises(TypeError):
+                fused_step(stepped)
+        else:
+            fused_step(stepped)
+    references = [weakref.ref(p.grad) for p in params]
+    for optimizer in stepped:
+        optimizer.zero_grad()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_a_cycle_through_the_optimizer_is_collected() -> None:
+    model = layers()
+    model[0].weight.owner = train("plain", model)[1]
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_model_whose_parameters_arrive_late_can_be_saved() -> None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchopt_ext import FusedAdamW
 
@@ -183,3 +186,24 @@ def test_grad_scale_divides(max_norm: float | None) -> None:
         train(plain, [seed])
     assert_same_bits(params_of(optimizer), params_of(plain))
     assert bits(optimizer.control.grad_norm) == bits(plain.control.grad_norm)
+
+
+@pytest.mark.parametrize("special", [None, math.inf])
+def test_a_group_counts_one_of_its_replicas(
+    second_of_two_ranks: DeviceMesh, special: float | None
+) -> None:
+    """This rank has the second replica, so that its squares count elsewhere, but not its infinity.
+
+    The group's all-reduce does nothing here: the norm is what this rank adds.
+    """
+    whole = nn.Parameter(DTensor.from_local(torch.ones(3), second_of_two_ranks, [Replicate()]))
+    plain = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdamW([whole, plain], max_grad_norm=1.0, process_group=dist.group.WORLD)
+    for _ in range(2):
+        local = torch.full((3,), 5.0)
+        local[0] = special or 5.0
+        whole.grad = DTensor.from_local(local, second_of_two_ranks, [Replicate()])
+        plain.grad = torch.full((4,), 2.0)
+        optimizer.step()
+    assert float(optimizer.control.grad_norm) == (4.0 if special is None else math.inf)
+    assert float(optimizer.control.found_inf) == (special is not None)

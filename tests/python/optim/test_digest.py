@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import FusedAdamW, digest, log_to, mixed_precision
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ...support.oracle import digest as expected_digest
 from ...support.oracle import digest_array
@@ -89,6 +92,24 @@ def test_optimizers_inside_others() -> None:
     theirs.load_state_dict(ours.state_dict())
     assert digest(theirs).equal(digest(ours))
     assert digest(mixed_precision.FSDPadaptOptimizer(ours)).equal(digest(ours))
+
+
+@pytest.mark.parametrize("partition", ["greedy", "balanced"])
+def test_parts_of_zero_add_up(partition: str) -> None:
+    """Each rank's digests are of the elements that it holds, wherever they are in a parameter."""
+    shapes = [(70, 65), (3,), (5, 4000)]
+    whole = digest(FusedAdamW(make_params(shapes))).sum()
+    parts = []
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            params = make_params(shapes)
+            zero = ZeroRedundancyOptimizer(params, FusedAdamW, partition=partition)
+            parts.append(digest(zero).sum())
+        finally:
+            dist.destroy_process_group()
+    assert parts[0] + parts[1] == whole
+    assert whole not in parts
 
 
 def test_what_has_no_digest() -> None:

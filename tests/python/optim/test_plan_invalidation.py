@@ -238,6 +238,19 @@ def test_gradients_in_turns(builds: list[int]) -> None:
     assert len(builds) - 12 <= len(params)  # each fresh optimizer builds one
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_of_a_parameter_that_left_its_group(steps: int) -> None:
+    """It stays if it was stepped, as in torch, and goes on when the parameter comes back."""
+    _, optimizer = started(steps)
+    optimizer.init_state()
+    left = optimizer.param_groups[0]["params"].pop(1)
+    train(optimizer, [7])
+    assert (left in optimizer.state) == (steps > 0)
+    optimizer.param_groups[0]["params"].append(left)
+    train(optimizer, [8])
+    assert optimizer.state[left]["step"] == steps + 1
+
+
 # ---- other dtypes --------------------------------------------------------------------------------
 
 
