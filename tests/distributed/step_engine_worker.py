@@ -492,6 +492,17 @@ def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
     return describe(optimizer)
 
 
+def largest_gradients() -> None:
+    """Steps with a Partial gradient that is not a sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    optimizer = FusedAdamW([p], max_grad_norm=1.0)
+    mine = torch.full((4,), 1.0 + dist.get_rank())
+    p.grad = DTensor.from_local(mine, mesh, [Partial("max")], run_check=False)
+    optimizer.step()
+    assert float(optimizer.control.grad_norm) == 4.0  # that of a sum would be 6
+
+
 def written_back(gradient: list[Placement]) -> None:
     """Writes back a sharded gradient. One that must be redistributed first is rejected."""
     mesh = init_device_mesh("cpu", (2,))
@@ -669,6 +680,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "partial, mixed rows": lambda: partial_gradients(mixed_rows),
         "partial, many": lambda: partial_gradients(replicated, numbers=5),
         "resharded gradients": resharded_gradients,
+        "largest gradients": largest_gradients,
         "written back": lambda: written_back([Shard(0)]),
         "written back, resharded": lambda: written_back([Replicate()]),
         "sequence parallel": sequence_parallel,
