@@ -43,13 +43,14 @@ from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.state.algorithms import STATES
 from torchopt_ext.state.entries import MASTERS, MOMENTS
-from torchopt_ext.state.moments import dequantize, quantize
 from torchopt_ext.state.quantized import (
     CODES,
     CODES_OF,
     OTHER_FORM,
     SCALES,
     can_quantize,
+    dequantize,
+    quantize,
     scale_shape,
 )
 from torchopt_ext.state.storage import MASTER, MASTER_WEIGHTS, REMAINDER, SIXTEEN_BIT

@@ -17,13 +17,15 @@ from torchopt_ext.state.algorithms import STATES, algorithm_of
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import fit_master
-from torchopt_ext.state.moments import code_problems, fit_moments, has_codes
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.quantized import (
     CODES,
     CODES_OF,
     OTHER_FORM,
     SCALES,
+    code_problems,
+    fit_moments,
+    has_codes,
     quantized_problem,
     scales_like,
 )

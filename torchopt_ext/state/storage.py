@@ -106,12 +106,6 @@ class Storage:
         return "; ".join(texts) or None
 
 
-def reject_param(param: Tensor, what: str) -> None:
-    """Raises TypeError for a parameter that no step could update."""
-    if problem := param_problem(param):
-        raise TypeError(f"{what} {problem}")
-
-
 def is_steppable(param: Tensor) -> bool:
     """Returns whether a step could update the parameter if it had a gradient."""
     return param_problem(param) is None

@@ -21,9 +21,12 @@ from torchopt_ext import _C
 from torchopt_ext.state import entries
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, STATES, algorithm_in
 from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
-from torchopt_ext.state.moments import fit_moments, has_codes
 from torchopt_ext.state.params import drop_replaced, params_of
-from torchopt_ext.state.quantized import OTHER_FORM
+from torchopt_ext.state.quantized import (
+    OTHER_FORM,
+    fit_moments,
+    has_codes,
+)
 from torchopt_ext.state.storage import Storage, is_steppable
 from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
 

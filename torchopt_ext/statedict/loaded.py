@@ -30,8 +30,13 @@ from torchopt_ext.state.entries import (
     was_rounded,
 )
 from torchopt_ext.state.local import local_tensor, on_mesh_of
-from torchopt_ext.state.moments import code_problems, has_codes
-from torchopt_ext.state.quantized import CODES, OTHER_FORM, SCALES
+from torchopt_ext.state.quantized import (
+    CODES,
+    OTHER_FORM,
+    SCALES,
+    code_problems,
+    has_codes,
+)
 from torchopt_ext.state.storage import Storage
 
 # Options of a group in any version of torch.

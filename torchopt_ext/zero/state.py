@@ -15,9 +15,8 @@ from torch import Tensor
 
 from torchopt_ext.state.collective import all_gather_text, fail_together
 from torchopt_ext.state.entries import CONTROL_KEY, control_entry
-from torchopt_ext.state.moments import fit_moments, has_codes
 from torchopt_ext.state.params import params_of
-from torchopt_ext.state.quantized import CODES, can_quantize
+from torchopt_ext.state.quantized import CODES, can_quantize, fit_moments, has_codes
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import (
     Loaded,

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, ZeroRedundancyOptimizer
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedLion, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 
 from ...support.compare import assert_same, unchanged
@@ -118,6 +118,20 @@ def test_entries_of_no_known_meaning_are_checked_by_those_held() -> None:
     message = r"'state\.bias\.mu_product' has shape|is not a number"
     with unchanged(container, model), pytest.raises(ValueError, match=message):
         container.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_algorithms_groups_are_named(one_rank: Any, kind: str) -> None:
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    source, target = (KINDS[kind](m, cls) for m, cls in ((model, FusedLion), (other, FusedAdamW)))
+    if kind == "optimizer":
+        source = FusedLion(model.named_parameters())
+    train(model, source, [0])
+    train(other, target, [0])
+    if kind == "sharded":
+        source.consolidate_state_dict()
+    with unchanged(target, other), pytest.raises(ValueError, match="is of lion, expected adam"):
+        target.load_state_dict(source.state_dict())
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

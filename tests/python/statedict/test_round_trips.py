@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchopt_ext import GradScaler
-from torchopt_ext.state.moments import dequantize, quantize
+from torchopt_ext import FusedAdamW, GradScaler
+from torchopt_ext.state.quantized import dequantize, quantize
 from torchopt_ext.statedict.dcp import Reader, load
 
 from ...support.compare import assert_same, contents, unchanged
@@ -119,6 +119,21 @@ def test_a_checkpoint_loads_as_the_state_dict_does(
         train(*each, range(2))
     assert_same(other.state_dict(), expected_model.state_dict())
     assert_same(contents(target.state_dict()), contents(expected.state_dict()))
+
+
+def test_options_are_copies() -> None:
+    """Groups share a learning rate that saved groups share, but nothing with the dict."""
+    rate, rates = torch.tensor(0.5), []
+    for _ in range(2):
+        params = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+        optimizer = FusedAdamW(params, lr=0.1)
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["lr"] = rate
+        optimizer.load_state_dict(saved)
+        rates += [group["lr"] for group in optimizer.param_groups]
+    assert rates[0] is rates[1] and rates[2] is rates[3]
+    assert rates == [0.5] * 4 and len({id(rate), id(rates[0]), id(rates[2])}) == 3
 
 
 def test_schedulers_and_scalers_go_along(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.state.algorithms import ADAM
-from torchopt_ext.state.moments import quantize
-from torchopt_ext.state.quantized import can_quantize, scale_shape
+from torchopt_ext.state.quantized import (
+    can_quantize,
+    quantize,
+    scale_shape,
+)
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part
