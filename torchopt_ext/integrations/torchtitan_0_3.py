@@ -104,18 +104,19 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        arguments = _arguments_by_name(config)
+        classes = _classes(config)
+        arguments = _arguments_by_name(config, [name for name, cls in classes.items() if cls])
         trainable_parameters(model_parts)  # rejects those that cannot be trained
         # A pattern may match in a stage on another rank.
         partial = dist.is_initialized() and dist.get_world_size() > 1
-        for name in filter(lambda name: _ours(name, config), arguments):
+        for name in arguments:
             reject_ineffective_without_norm(arguments[name], deferred=config.deferred_clipping)
             arguments[name] = with_fp32_moments(arguments[name], model_parts, partial=partial)
         matched, dtypes = _matched(model_parts, [group.pattern for group in config.param_groups])
         _reject_ineffective(config, arguments, dtypes)
         self.model_parts = model_parts
         by_part = [
-            self._built_for_part(index, config, named, arguments)
+            self._built_for_part(index, config, named, classes, arguments)
             for index, named in enumerate(matched)
         ]
         self._sizes = [len(part) for part in by_part]
@@ -139,6 +140,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         index: int,
         config: Config,
         matched: list[dict[str, nn.Parameter]],
+        classes: dict[str, type[FusedOptimizer] | None],
         arguments: dict[str, dict[str, Any]],
     ) -> list[Optimizer]:
         """Builds a part's optimizers from the parameters of each of the configuration's groups."""
@@ -146,11 +148,10 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         groups: dict[str, list[dict[str, Any]]] = {}
         patterns: dict[str, list[str]] = {}
         frozen = not any(matched)  # still shares norm and schedule with other stages
-        names = [asked.optimizer_name for asked in config.param_groups]
-        of_frozen = min(names, key=lambda name: _ours(name, config) is None, default=None)
+        of_frozen = min(classes, key=lambda name: classes[name] is None, default=None)
         for asked, named in zip(config.param_groups, matched, strict=True):
             name = asked.optimizer_name
-            if _ours(name, config):
+            if classes[name]:
                 switches = {"fused": True, "foreach": False}
             elif name == "DistMuon":  # accepts neither (distributed/flex_shard/dist_muon.py)
                 switches = {"fused": False, "foreach": False}
@@ -162,9 +163,12 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
                 patterns.setdefault(name, []).append(asked.pattern)
         optimizers = []
         for name, own in groups.items():
-            factory = _ours(name, config) or self._resolve_optimizer_factory(name)
+            factory: Callable[..., Optimizer] = classes[name] or self._resolve_optimizer_factory(
+                name
+            )
+            given = config.optimizer_factory_kwargs_by_name.get(name, {})
             stepped = [param for group in own for param in group["params"]]
-            optimizers.append(factory(own, **own_fp32_moments(arguments[name], stepped)))
+            optimizers.append(factory(own, **own_fp32_moments(arguments.get(name, given), stepped)))
             stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
         return optimizers
 
@@ -271,38 +275,38 @@ def agree_over_pipeline(
 patch_dcp_load(checkpointer)
 
 
-def _ours(name: str, config: Any) -> type[FusedOptimizer] | None:
-    """Returns our class for the name of an optimizer, or None."""
-    fused = config.implementation in _FUSED and not any(_unfused(name, config))
-    return _OURS.get(name) or (FUSED.get(name) if fused else None)
+def _classes(config: Any) -> dict[str, type[FusedOptimizer] | None]:
+    """Returns our class for each optimizer name of the groups, or None if it is torchtitan's.
 
-
-def _unfused(name: str, config: Any) -> list[bool]:
-    """Returns for each group of an optimizer whether it asks for an implementation not fused."""
-    groups = [group for group in config.param_groups if group.optimizer_name == name]
-    return [group.optimizer_kwargs.get("fused") is False for group in groups]
-
-
-def _check_unfused(name: str, config: Any) -> None:
-    """Raises ValueError if a name such as "AdamW" would be fused for some groups only."""
-    unfused = _unfused(name, config)
-    if name not in FUSED or config.implementation not in _FUSED or not any(unfused):
-        return
-    field = f"optimizer_kwargs['fused'] is False in param_groups of {name!r}"
-    if not all(unfused):
-        raise ValueError(
-            f"{field}, but not in all of them: set it in all, or give those that torchopt_ext is "
-            f"to step the optimizer_name 'Fused{name}'"
-        )
-    if config.implementation == _BF16_STATES:
-        raise ValueError(f"{field}, but implementation {_BF16_STATES!r} needs a fused step")
-
-
-def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
-    """Returns each optimizer's arguments except groups. Rejects what concerns no optimizer."""
+    Raises:
+        AssertionError: The implementation is unknown.
+        ValueError: A name such as "AdamW" would be fused for some groups only.
+    """
     known = (*_FUSED, "foreach", "for-loop")
     if config.implementation not in known:
         raise AssertionError(f"implementation is {config.implementation!r}, expected {known}")
+    asked: dict[str, list[bool]] = {}  # whether each group of a name is fused
+    for group in config.param_groups:
+        fused = group.optimizer_kwargs.get("fused") is not False
+        asked.setdefault(group.optimizer_name, []).append(fused)
+    classes = {}
+    for name, groups in asked.items():
+        is_ours = name in FUSED and config.implementation in _FUSED
+        if is_ours and not all(groups):
+            field = f"optimizer_kwargs['fused'] is False in param_groups of {name!r}"
+            if any(groups):
+                raise ValueError(
+                    f"{field}, but not in all of them: set it in all, or give those that "
+                    f"torchopt_ext is to step the optimizer_name 'Fused{name}'"
+                )
+            if config.implementation == _BF16_STATES:
+                raise ValueError(f"{field}, but implementation {_BF16_STATES!r} needs a fused step")
+        classes[name] = _OURS.get(name) or (FUSED[name] if is_ours and all(groups) else None)
+    return classes
+
+
+def _arguments_by_name(config: Any, ours: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of our optimizers except groups. Rejects what concerns no optimizer."""
     given = config.optimizer_factory_kwargs_by_name
     names = dict.fromkeys(group.optimizer_name for group in config.param_groups)
     if unused := given.keys() - names.keys():
@@ -310,14 +314,11 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
             f"optimizer_factory_kwargs_by_name has {sorted(unused)}, but the param_groups name "
             f"{list(names)} only"
         )
-    for name in names:
-        _check_unfused(name, config)
     options = read_options(config)
     if config.implementation == _BF16_STATES:
         options = {"state_dtype": torch.bfloat16} | options
         if options["state_dtype"] != torch.bfloat16:
             raise ValueError(f"implementation {_BF16_STATES!r} contradicts {config.state_dtype=}")
-    ours = [name for name in names if _ours(name, config)]
     if options and not ours:
         raise ValueError(
             f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
@@ -327,9 +328,9 @@ def _arguments_by_name(config: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"implementation {config.implementation!r} would have no effect on {list(names)}"
         )
-    own = {name: given.get(name, {}) for name in names}
     # Keeps what read_options leaves out: arguments like amsgrad, and a threshold of 0.
-    return own | {name: own[name] | read_options(options | own[name]) for name in ours}
+    by_name = {name: given.get(name, {}) for name in ours}
+    return {name: own | read_options(options | own) for name, own in by_name.items()}
 
 
 def _reject_ineffective(
@@ -338,14 +339,13 @@ def _reject_ineffective(
     """Raises ValueError if an argument has no effect on any of the optimizers that it is for.
 
     Args:
-        arguments: each optimizer's arguments by name.
+        arguments: our optimizers' arguments by name.
         dtypes: of each group's parameters, the same on all ranks, which then raise together.
     """
     by_name: dict[str, set[torch.dtype]] = {}
     for group, own in zip(config.param_groups, dtypes, strict=True):
-        if _ours(group.optimizer_name, config):
-            by_name.setdefault(group.optimizer_name, set()).update(own)
-    messages = {name: ineffective(arguments[name], own) for name, own in by_name.items()}
+        by_name.setdefault(group.optimizer_name, set()).update(own)
+    messages = {name: ineffective(own, by_name[name]) for name, own in arguments.items()}
     given = config.optimizer_factory_kwargs_by_name
     for name in messages:
         for option, message in messages[name].items():
