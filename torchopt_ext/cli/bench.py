@@ -52,7 +52,7 @@ Clock = Callable[[Call], float]
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "bench",
         "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
         "apex and torchao where they are installed. All step the same parameters and gradients "
@@ -64,21 +64,23 @@ def parser() -> Parser:
         --params 1e8 --dtype bfloat16 --master-weights fp32 --json
         """,
     )
-    add_source(made)
-    made.add_argument(
+    add_source(command)
+    command.add_argument(
         "--master-weights",
         choices=tuple(MASTER_WEIGHTS),
         help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
     )
-    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or such as cuda:1")
-    made.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
-    made.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
-    made.add_argument("--json", action="store_true", help="print everything as JSON")
-    made.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
-    made.add_argument(
+    command.add_argument(
+        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
+    )
+    command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
+    command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
+    command.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
     )
-    return made
+    return command
 
 
 def main(args: list[str]) -> int:
@@ -102,14 +104,14 @@ def main(args: list[str]) -> int:
         raise CommandError(f"--master-weights needs 16-bit parameters, and {name} has none")
     if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
-    found = run(name, like, options)
+    results = run(name, like, options)
     if options.markdown is not None:
         with written(options.markdown) as file:
-            text = f"{about(found)}\n\n{markdown(*rows_of(found))}\n"
+            text = f"{about(results)}\n\n{markdown(*rows_of(results))}\n"
             file.write_text(text, encoding="utf-8")
     if options.plot is not None:
-        draw(found, options.plot)
-    print(json.dumps(found, indent=2) if options.json else as_text(found))
+        draw(results, options.plot)
+    print(json.dumps(results, indent=2) if options.json else as_text(results))
     return 0
 
 
@@ -290,61 +292,58 @@ OTHERS = {
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def about(found: dict[str, Any]) -> str:
+def about(results: dict[str, Any]) -> str:
     """Describes the machine and the timed model, in lines."""
-    versions, bandwidth = found["versions"], found["roofline_bytes_per_second"]
-    by = f"{found['instruction_set']}, " if found["instruction_set"] else ""
-    kind = found["master_weights"]
+    versions, kind, instructions = (
+        results[name] for name in ("versions", "master_weights", "instruction_set")
+    )
     held = f", {MASTERS_NAMED[kind]}" if kind else ""
-    return "\n".join(
-        [
-            f"{found['model']}: {found['parameters']:,} parameters in {found['tensors']:,} "
-            f"tensors, {', '.join(found['dtypes'])}{held}",
-            f"{found['device']}, {by}{found['threads']} threads; {PLAIN} moves {size(bandwidth)}/s",
-            f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
-            f"Python {versions['python']}; {found['date']}",
-        ]
+    threads = f"{f'{instructions}, ' if instructions else ''}{results['threads']} threads"
+    bandwidth = size(results["roofline_bytes_per_second"])
+    return (
+        f"{results['model']}: {results['parameters']:,} parameters in {results['tensors']:,} "
+        f"tensors, {', '.join(results['dtypes'])}{held}\n"
+        f"{results['device']}, {threads}; {PLAIN} moves {bandwidth}/s\n"
+        f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
+        f"Python {versions['python']}; {results['date']}"
     )
 
 
-def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def rows_of(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["clip and step", "ms", "quartiles", "of roofline", "times ours"]
     rows = []
-    for label, step in found["steps"].items():
+    for label, step in results["steps"].items():
         ms = [figures(1e3 * step[key]) for key in ("median", "q25", "q75")]
-        share = ""
-        if label == OURS:
-            share = (
-                f"{found['bytes_moved'] / step['median'] / found['roofline_bytes_per_second']:.0%}"
-            )
+        bandwidth = results["bytes_moved"] / step["median"]
+        share = f"{bandwidth / results['roofline_bytes_per_second']:.0%}" if label == OURS else ""
         rows.append([label, ms[0], f"{ms[1]} to {ms[2]}", share, f"{step['times_ours']:.2f}"])
     return header, rows
 
 
-def as_text(found: dict[str, Any]) -> str:
-    lines = [about(found), "", table(*rows_of(found)), ""]
+def as_text(results: dict[str, Any]) -> str:
+    lines = [about(results), "", table(*rows_of(results)), ""]
     lines.append(
-        f"medians of {found['rounds']:,} rounds; a step moves {size(found['bytes_moved'])}"
+        f"medians of {results['rounds']:,} rounds; a step moves {size(results['bytes_moved'])}"
     )
-    if found["missing"]:
-        lines.append(f"not usable here: {', '.join(found['missing'])}")
+    if results["missing"]:
+        lines.append(f"not usable here: {', '.join(results['missing'])}")
     return "\n".join(lines)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draws bars of medians with quartiles, and a line at the roofline of our step."""
-    panel = new_panel(6.4, 1.6 + 0.45 * len(found["steps"]))
-    for y, (label, step) in enumerate(found["steps"].items()):
+    panel = new_panel(6.4, 1.6 + 0.45 * len(results["steps"]))
+    for y, (label, step) in enumerate(results["steps"].items()):
         low, median, high = (1e3 * step[key] for key in ("q25", "median", "q75"))
         color = "#1b6ca8" if label == OURS else "#b8b8b8"
         panel.barh(y, median, xerr=[[median - low], [high - median]], color=color, capsize=2)
         panel.text(high, y, f"  {figures(median)}", va="center", fontsize=8)
-    least = 1e3 * found["bytes_moved"] / found["roofline_bytes_per_second"]
+    least = 1e3 * results["bytes_moved"] / results["roofline_bytes_per_second"]
     panel.axvline(least, color="black", lw=1, label="roofline of ours")
-    panel.set_yticks(range(len(found["steps"])), list(found["steps"]), fontsize=8)
+    panel.set_yticks(range(len(results["steps"])), list(results["steps"]), fontsize=8)
     panel.invert_yaxis()
     panel.margins(x=0.12)
     panel.set_xlabel("milliseconds to clip and step, lower is better", fontsize=8)
     panel.legend(frameon=False, fontsize=7, loc="upper right")
-    panel.set_title(about(found), fontsize=7)
+    panel.set_title(about(results), fontsize=7)
     save_picture(panel, path)

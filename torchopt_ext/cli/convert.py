@@ -63,7 +63,7 @@ KINDS = {"none": None, **MASTER_WEIGHTS}
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "convert",
         "Rewrites a checkpoint: as a file of torch.save or a folder of "
         "torch.distributed.checkpoint, with other master weights or moments. A folder is "
@@ -77,36 +77,36 @@ def parser() -> Parser:
         """,
         takes="INPUT OUTPUT",
     )
-    made.add_argument("input", type=Path)
-    made.add_argument("output", type=Path)
-    made.add_argument(
+    command.add_argument("input", type=Path)
+    command.add_argument("output", type=Path)
+    command.add_argument(
         "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
     )
-    made.add_argument(
+    command.add_argument(
         "--to-torch", action="store_true",
         help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
         "weights, no entries of this package",
     )  # fmt: skip
-    made.add_argument("--master-weights", choices=KINDS, help="kind of master weights in OUTPUT")
-    add_dtype(made, "--state-dtype", MOMENT_DTYPES, "dtype of the moments")
-    made.add_argument(
+    command.add_argument("--master-weights", choices=KINDS, help="kind of master weights in OUTPUT")
+    add_dtype(command, "--state-dtype", MOMENT_DTYPES, "dtype of the moments")
+    command.add_argument(
         "--fp32-moments",
         type=listed,
         metavar="A,B,C",
         help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
         "which a checkpoint does not mark",
     )
-    made.add_argument(
+    command.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
         help="the model's checkpoint, by name: bf16 weights turn remainders into master weights; "
         "fp32 weights provide missing master weights or remainders",
     )  # fmt: skip
-    made.add_argument(
+    command.add_argument(
         "--save-weights", type=Path, metavar="FILE",
         help="also write the exact master weights, by name",
     )  # fmt: skip
-    made.add_argument("--force", action="store_true", help="replace existing files")
-    return made
+    command.add_argument("--force", action="store_true", help="replace existing files")
+    return command
 
 
 def main(args: list[str]) -> int:
@@ -118,7 +118,7 @@ def main(args: list[str]) -> int:
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
     source = open_checkpoint(options.input)
-    given = options.weights and open_checkpoint(options.weights)
+    model = options.weights and open_checkpoint(options.weights)
     if options.fp32_moments and options.state_dtype != "int8":
         raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
@@ -129,15 +129,13 @@ def main(args: list[str]) -> int:
             if read is not None and os.path.exists(path) and path.samefile(read):
                 raise CommandError(f"{path} is {what}")
         check_output(path, options.force, checkpoint=path == options.output)
-    weights = Weights(source, given)
+    weights = Weights(source, model)
     new = converted(source, weights, options)
-    held = [e for e in map(source.entry, source.tensors) if e.kind in MASTERS]
-    exact = []
-    if options.save_weights is not None:
-        exact = held
-        if not exact:
-            raise CommandError(f"{options.input} has no master weights for --save-weights")
-        weights.find(exact, MASTER)
+    held = [entry for entry in map(source.entry, source.tensors) if entry.kind in MASTERS]
+    exact = held if options.save_weights is not None else []
+    if options.save_weights is not None and not exact:
+        raise CommandError(f"{options.input} has no master weights for --save-weights")
+    weights.find(exact, MASTER)
     like_torchs = FILE if options.output.suffix in (".pt", ".pth") else source.format
     chosen = FORMATS.get(options.format, like_torchs)
     with written(options.output, options.force, checkpoint=True) as path:
@@ -160,10 +158,10 @@ def main(args: list[str]) -> int:
 
 def exact_weights(weights: Weights, masters: list[Entry]) -> dict[str, Any]:
     """Returns the master weights by name; for several optimizers, one dict for each."""
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for entry in masters:
-        found.setdefault(entry.part, {})[weights.name(entry)] = weights.as_kind(entry, MASTER)
-    return found if len(found) > 1 else next(iter(found.values()))
+        parts.setdefault(entry.part, {})[weights.name(entry)] = weights.as_kind(entry, MASTER)
+    return parts if len(parts) > 1 else next(iter(parts.values()))
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -186,74 +184,71 @@ class New:
 
 def converted(source: Checkpoint, weights: Weights, options: Any) -> dict[str, New]:
     """Returns the output's tensors by key."""
-    new: dict[str, New] = {}
-    keep_fp32 = found_by_name(source, weights, options.fp32_moments or ())
+    entries = [source.entry(key) for key in source.tensors]
     owners: dict[tuple[str, str], dict[str, Entry]] = {}
-    for key, like in source.tensors.items():
-        entry = source.entry(key)
+    for entry in entries:
         if entry.owner:
             owners.setdefault((entry.part, entry.owner), {})[entry.kind] = entry
-        if options.to_torch and entry.kind == CONTROL:
-            continue
-        if options.master_weights is not None and entry.kind in MASTERS:
-            continue  # made below
-        if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *CODES, *SCALES):
-            kept_fp32 = (entry.part, entry.owner) in keep_fp32
-            made = moments(source, entry, "float32" if kept_fp32 else options.state_dtype)
-        else:
-            made = iter([kept(source, entry, like.dtype)])
-        new |= {".".join(map(str, tensor.path)): tensor for tensor in made}
     if not owners:
         raise CommandError(f"{options.input} holds no optimizer's state")
-    changes = options.state_dtype is not None or options.master_weights is not None
-    if (
-        changes
-        and not options.to_torch
-        and not any({*OTHER_FORM, *MASTERS} & own.keys() for own in owners.values())
-    ):
+    changes = not options.to_torch and (options.state_dtype or options.master_weights)
+    if changes and all({*OTHER_FORM, *MASTERS}.isdisjoint(kinds) for kinds in owners.values()):
         raise CommandError(f"{options.input} has no moments: there is nothing to convert")
-    wanted = KINDS[options.master_weights or "none"]
-    if wanted is None:
-        return new
-    entries = []
-    mixed = any(MASTERS.keys() & own.keys() for own in owners.values())
-    for own in owners.values():
-        kinds = [kind for kind in (wanted, *MASTERS, *OTHER_FORM) if kind in own]
-        if not kinds or (kinds[0] in OTHER_FORM and mixed and not weights.given):
-            continue  # without moments, or a 32-bit parameter next to 16-bit parameters
-        entries.append(own[kinds[0]])
-    weights.find(entries, wanted)
+    keep_fp32 = chosen_by_name(owners, weights, options.fp32_moments or ())
+    tensors: list[New] = []
     for entry in entries:
-        path, dtype = named(source, entry, wanted), MASTERS[wanted]
-        if path[-1] == REMAINDER and not str(path[-2]).isdigit():
-            dtype = torch.int32  # torch's set_optimizer_state_dict cannot scatter int16
-        make = functools.partial(weights.as_kind, entry, wanted, dtype)
-        shape = source.tensors[entry.key].shape
-        new[".".join(map(str, path))] = New(path, shape, dtype, make)
-    return new
+        if entry.kind in MASTERS and options.master_weights is not None:
+            continue
+        if entry.owner and options.state_dtype and entry.kind in (*MOMENTS, *CODES, *SCALES):
+            kept_fp32 = (entry.part, entry.owner) in keep_fp32
+            tensors += moments(source, entry, "float32" if kept_fp32 else options.state_dtype)
+        elif not (options.to_torch and entry.kind == CONTROL):
+            tensors.append(kept(source, entry, source.tensors[entry.key].dtype))
+    if kind := KINDS[options.master_weights or "none"]:
+        tensors += masters(source, weights, [*owners.values()], kind)
+    return {".".join(map(str, tensor.path)): tensor for tensor in tensors}
 
 
-def found_by_name(
-    source: Checkpoint, weights: Weights, patterns: Sequence[str]
+def chosen_by_name(
+    owners: dict[tuple[str, str], dict[str, Entry]], weights: Weights, patterns: Sequence[str]
 ) -> set[tuple[str, str]]:
     """Returns part and owner of the parameters whose names match one of the patterns."""
     if not patterns:
         return set()  # names may be missing
-    owned = [entry for entry in map(source.entry, source.tensors) if entry.owner]
-    names = {(entry.part, entry.owner): [weights.name(entry)] for entry in owned}
+    names = {owner: [weights.name(next(iter(kinds.values())))] for owner, kinds in owners.items()}
     every: set[Any] = set()
     for pattern in patterns:
         try:
-            found: set[Any] = params_matching(pattern, names)
+            matching: set[Any] = params_matching(pattern, names)
         except ValueError as error:
             raise CommandError(f"--fp32-moments: {error}") from error
-        if not found:
+        if not matching:
             raise CommandError(f"--fp32-moments: no parameter has a name with {pattern!r}")
-        every |= found
+        every |= matching
     return every
 
 
-def named(source: Checkpoint, entry: Entry, kind: str) -> KeyPath:
+def masters(
+    source: Checkpoint, weights: Weights, owners: list[dict[str, Entry]], kind: str
+) -> Iterator[New]:
+    """Yields each parameter's master weight or remainder, made from what the checkpoints hold."""
+    entries = []
+    mixed = any(MASTERS.keys() & held.keys() for held in owners)
+    for held in owners:
+        kinds = [each for each in (kind, *MASTERS, *OTHER_FORM) if each in held]
+        if not kinds or (kinds[0] in OTHER_FORM and mixed and not weights.are_separate):
+            continue  # without moments, or a 32-bit parameter next to 16-bit parameters
+        entries.append(held[kinds[0]])
+    weights.find(entries, kind)
+    for entry in entries:
+        path, dtype = beside(source, entry, kind), MASTERS[kind]
+        if path[-1] == REMAINDER and not str(path[-2]).isdigit():
+            dtype = torch.int32  # torch's set_optimizer_state_dict cannot scatter int16
+        make = functools.partial(weights.as_kind, entry, kind, dtype)
+        yield New(path, source.tensors[entry.key].shape, dtype, make)
+
+
+def beside(source: Checkpoint, entry: Entry, kind: str) -> KeyPath:
     """Returns the path of an entry of another kind, beside the given entry."""
     path = source.paths[entry.key]
     return (*path[:-1], str(path[-1]).removesuffix(entry.kind) + kind)
@@ -265,26 +260,27 @@ def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
     return New(source.paths[entry.key], shape, dtype, lambda: source.tensor(entry.key).to(dtype))
 
 
-def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
+def moments(source: Checkpoint, entry: Entry, kept_as: str) -> Iterator[New]:
     """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats."""
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
     coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
     scales = f"{key.removesuffix(kind)}{STATES[moment].scale}" if coded else key
     if scales not in source.tensors or (kind in CODES_OF and like.dtype in CODES.values()):
         raise CommandError(f"{key} is {like.dtype} without scales: another format's")
-    if wanted == "int8" and kind not in (*OTHER_FORM, *SCALES):
+    if kept_as == "int8" and kind not in (*OTHER_FORM, *SCALES):
         raise CommandError(f"{key} belongs to amsgrad, which 8-bit moments do not support")
-    if wanted == "int8" and (coded or kind in SCALES):
+    if kept_as == "int8" and (coded or kind in SCALES):
         yield kept(source, entry, like.dtype)
-    elif wanted == "int8" and quantizes(source, like):
-        codes, shape = CODES_OF[kind], scale_shape(like)
-        path = named(source, entry, codes)
-        yield New(path, like.shape, CODES[codes], lambda: quantize(kind, source.tensor(key))[0])
-        path = named(source, entry, STATES[kind].scale)
-        yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
+    elif kept_as == "int8" and quantizes(source, like):
+        codes, scale = CODES_OF[kind], STATES[kind].scale
+        for n, (name, shape, dtype) in enumerate(
+            ((codes, like.shape, CODES[codes]), (scale, scale_shape(like), torch.float32))
+        ):
+            make = functools.partial(lambda n: quantize(kind, source.tensor(key))[n], n)
+            yield New(beside(source, entry, name), shape, dtype, make)
     elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
-        dtype = DTYPES.get(wanted, torch.float32) if held or coded else like.dtype
+        dtype = DTYPES.get(kept_as, torch.float32) if held or coded else like.dtype
         if not coded:
             yield kept(source, entry, dtype)
             return
@@ -292,7 +288,7 @@ def moments(source: Checkpoint, entry: Entry, wanted: str) -> Iterator[New]:
         def decoded() -> Tensor:
             return dequantize(moment, source.tensor(key), source.tensor(scales)).to(dtype)
 
-        yield New(named(source, entry, moment), like.shape, dtype, decoded)
+        yield New(beside(source, entry, moment), like.shape, dtype, decoded)
 
 
 def quantizes(source: Checkpoint, like: Tensor) -> bool:
@@ -301,8 +297,8 @@ def quantizes(source: Checkpoint, like: Tensor) -> bool:
     Channels-last moments, of four or more dimensions, cannot, and a folder does not tell them from
     others. FusedAdamW quantizes their float moments if it can.
     """
-    known = source.format == FILE or like.dim() < 4
-    return known and can_quantize(torch.empty_like(like, device="meta"))
+    order_is_known = source.format == FILE or like.dim() < 4
+    return order_is_known and can_quantize(torch.empty_like(like, device="meta"))
 
 
 def nested_in(
@@ -320,36 +316,36 @@ def nested_in(
 
 def save_file(source: Checkpoint, new: dict[str, New], path: Path, to_torch: bool) -> None:
     """Writes a file of torch.save. Parameters' indices become numbers again."""
-    made = {}
+    tensors = {}
     with Progress("converting", sum(tensor.like.nbytes for tensor in new.values())) as progress:
         for key, tensor in new.items():
-            made[key] = tensor.make()
+            tensors[key] = tensor.make()
             progress.add(tensor.like.nbytes)
     if source.nested is not None:
-        torch_save(with_tensors(source, new, made, to_torch), path)
+        torch_save(with_tensors(source, new, tensors, to_torch), path)
         return
-    groups = [group for own in source.options().values() for group in own.values()]
+    groups = [group for part in source.options().values() for group in part.values()]
     indices = {str(index) for group in groups for index in group.get("params", ())}
-    torch_save(with_indices(nested_in(source, new, made, to_torch), indices), path)
+    torch_save(with_indices(nested_in(source, new, tensors, to_torch), indices), path)
 
 
 def with_tensors(
-    source: Checkpoint, new: dict[str, New], made: dict[str, Tensor], to_torch: bool
+    source: Checkpoint, new: dict[str, New], tensors: dict[str, Tensor], to_torch: bool
 ) -> Any:
     """Returns a file's state dict with new tensors. Keys, types and empty values stay."""
-    replaced = {id(old): made.get(key, old) for key, old in source.tensors.items()}
+    replaced = {id(old): tensors.get(key, old) for key, old in source.tensors.items()}
     nested = copy.deepcopy(source.nested, replaced)
     for key, path in source.paths.items():
         if to_torch and is_control(key):
             first = next(n for n, part in enumerate(path) if is_control(str(part)))
             holder, name = found_at(nested, path[: first + 1])
             holder.pop(name, None)  # at once, with all counts
-        elif key in source.tensors and key not in made:
+        elif key in source.tensors and key not in tensors:
             holder, name = found_at(nested, path)
             del holder[name]
     for key in new.keys() - source.tensors.keys():
         holder, name = found_at(nested, new[key].path)
-        holder[name] = made[key]
+        holder[name] = tensors[key]
     return nested
 
 
@@ -379,11 +375,11 @@ def with_indices(nested: Any, indices: set[str]) -> Any:
         return [with_indices(value, indices) for value in nested]
     if not isinstance(nested, dict):
         return nested
-    found = {key: with_indices(value, indices) for key, value in nested.items()}
-    if "param_groups" in found:
-        state = found.get("state", {})  # DCP drops an empty state
-        found["state"] = {int(k) if k in indices else k: value for k, value in state.items()}
-    return found
+    copied = {key: with_indices(value, indices) for key, value in nested.items()}
+    if "param_groups" in copied:
+        state = copied.get("state", {})  # DCP drops an empty state
+        copied["state"] = {int(k) if k in indices else k: value for k, value in state.items()}
+    return copied
 
 
 class _Planner(DefaultSavePlanner):

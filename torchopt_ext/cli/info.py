@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "info",
         "Shows what is installed, what the library was built for and what it uses here, and "
         "compares three steps on each device with float64. Exit code 1 if one is wrong.",
@@ -34,15 +34,15 @@ def parser() -> Parser:
         --json
         """,
     )
-    made.add_argument("--json", action="store_true", help="print everything as JSON")
-    return made
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    return command
 
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
-    found = report()
-    print(json.dumps(found, indent=2) if options.json else as_text(found))
-    return 0 if all(test["passed"] for test in found["self_test"].values()) else 1
+    facts = report()
+    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
+    return 0 if all(test["passed"] for test in facts["self_test"].values()) else 1
 
 
 def report() -> dict[str, Any]:
@@ -136,8 +136,8 @@ def stepped(start: list[Tensor], grads: list[list[Tensor]], device: str | None) 
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def as_text(found: dict[str, Any]) -> str:
-    built, cpu, cuda, versions = (found[key] for key in ("built", "cpu", "cuda", "versions"))
+def as_text(facts: dict[str, Any]) -> str:
+    built, cpu, cuda, versions = (facts[key] for key in ("built", "cpu", "cuda", "versions"))
     others = {name: v for name, v in versions.items() if v is not None and name in PACKAGES}
     missing = [name for name in PACKAGES if versions[name] is None]
     sections = {
@@ -158,7 +158,7 @@ def as_text(found: dict[str, Any]) -> str:
         if text
     ]
     rows, problems = [], []
-    for device, test in found["self_test"].items():
+    for device, test in facts["self_test"].items():
         seen = f"{test['largest_error']:.1e}" if "largest_error" in test else ""
         rows.append([device, "passed" if test["passed"] else "failed", seen])
         if "problem" in test:

@@ -33,7 +33,7 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "inspect",
         "Shows what a file of torch.save or a folder of torch.distributed.checkpoint holds: of "
         "this package's optimizers, of torch's, and of models next to them. One tensor at a time "
@@ -46,34 +46,34 @@ def parser() -> Parser:
         """,
         takes="CHECKPOINT",
     )
-    made.add_argument("checkpoint", type=Path)
-    made.add_argument("--tensors", action="store_true", help="list every tensor")
-    made.add_argument(
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+    command.add_argument(
         "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
     )
-    made.add_argument("--json", action="store_true", help="print everything as JSON")
-    return made
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    return command
 
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     give_back_memory()
-    found = report(options.checkpoint, hashed=not options.no_hash)
-    print(json.dumps(found, indent=2) if options.json else as_text(found, options.tensors))
+    facts = report(options.checkpoint, hashed=not options.no_hash)
+    print(json.dumps(facts, indent=2) if options.json else as_text(facts, options.tensors))
     return 0
 
 
 def report(path: Path, hashed: bool) -> dict[str, Any]:
     """Returns the whole report in JSON's types."""
     checkpoint = open_checkpoint(path, meta=True)
-    parts: dict[str, list[Entry]] = {}
+    parts: dict[str, list[Entry]] = {part: [] for part in checkpoint.options()}
     for entry in map(checkpoint.entry, sorted(checkpoint.tensors)):
-        if entry.kind != OPTION:
+        if entry.kind != OPTION:  # a part has no others before a first step, and for plain SGD
             parts.setdefault(entry.part, []).append(entry)
-    for part in checkpoint.options():  # without state before a first step, and for plain SGD
-        parts.setdefault(part, [])
     with Progress("reading", 1):
-        reports = {part: part_report(checkpoint, part, own) for part, own in sorted(parts.items())}
+        reports = {
+            part: part_report(checkpoint, part, each) for part, each in sorted(parts.items())
+        }
     return {
         "checkpoint": str(path),
         "format": checkpoint.format,
@@ -110,9 +110,10 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
     for key, value in checkpoint.values.items():  # torch before 2.0 saved numbers
         if key.startswith(f"{part}.state." if part else "state.") and key.endswith(".step"):
             steps.append(value)
-    own = groups(checkpoint, part)
-    found: dict[str, Any] = {
-        "optimizer": bool(owners or own),
+    shown = groups(checkpoint, part)
+    is_optimizer = bool(owners or shown)
+    facts: dict[str, Any] = {
+        "optimizer": is_optimizer,
         "entries": [
             {
                 "kind": kind,
@@ -121,17 +122,17 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
                 "elements": sum(like.numel() for like in likes),
                 "bytes": sum(like.nbytes for like in likes if not like.is_meta),
             }
-            for (kind, dtype), likes in sorted(kinds.items(), key=lambda found: found[0])
+            for (kind, dtype), likes in sorted(kinds.items(), key=lambda item: item[0])
         ],
     }
-    if owners or own:
-        indexed = any(group["indices"] for group in own) or not own
-        found |= {
+    if is_optimizer:
+        indexed = any(group["indices"] for group in shown) or not shown
+        facts |= {
             "layout": "indices" if indexed else "names",
-            "parameters": len(owners) or sum(group["parameters"] for group in own),
+            "parameters": len(owners) or sum(group["parameters"] for group in shown),
             "masters": next((kind for kind, name in MASTER_WEIGHTS.items() if name in names), None),
             "steps": sorted({int(step) for step in steps if is_finite(step)}),
-            "groups": [{k: v for k, v in group.items() if k != "indices"} for group in own],
+            "groups": [{k: v for k, v in group.items() if k != "indices"} for group in shown],
             "control": {
                 key.rpartition(".")[2]: _plain(
                     checkpoint.tensor(key)
@@ -142,7 +143,7 @@ def part_report(checkpoint: Checkpoint, part: str, entries: list[Entry]) -> dict
                 if is_control(key) and checkpoint.entry(key).part == part
             },
         }
-    return found
+    return facts
 
 
 def is_finite(step: Any) -> bool:
@@ -151,15 +152,14 @@ def is_finite(step: Any) -> bool:
 
 def groups(checkpoint: Checkpoint, part: str) -> list[dict[str, Any]]:
     """Returns the groups' options. In a flat state dict, equal options make a group."""
-    found: dict[str, dict[str, Any]] = {}
+    alike: dict[str, dict[str, Any]] = {}
     for owner, saved in checkpoint.options().get(part, {}).items():
-        count = len(saved.get("params", [owner]))
         plain = {name: _plain(v) for name, v in sorted(saved.items()) if name not in _NO_OPTIONS}
         # Groups of an indexed layout stay separate, even if their options are the same.
         text = json.dumps(plain, sort_keys=True) + (owner if "params" in saved else "")
-        made = {"parameters": 0, "options": plain, "indices": "params" in saved}
-        found.setdefault(text, made)["parameters"] += count
-    return list(found.values())
+        group = {"parameters": 0, "options": plain, "indices": "params" in saved}
+        alike.setdefault(text, group)["parameters"] += len(saved.get("params", [owner]))
+    return list(alike.values())
 
 
 def _plain(value: Any) -> Any:
@@ -191,19 +191,19 @@ def digest(checkpoint: Checkpoint) -> str:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def as_text(found: dict[str, Any], tensors: bool) -> str:
-    lines = [f"{found['checkpoint']}: {found['format']}, {size(found['bytes'])}"]
-    for part, own in found["parts"].items():
-        lines += ["", *textwrap.wrap(headline(part, own), WIDTH)]
+def as_text(facts: dict[str, Any], tensors: bool) -> str:
+    lines = [f"{facts['checkpoint']}: {facts['format']}, {size(facts['bytes'])}"]
+    for part, held in facts["parts"].items():
+        lines += ["", *textwrap.wrap(headline(part, held), WIDTH)]
         header = ["", "dtype", "tensors", "elements", "size"]
         rows = [
             [e["kind"][:24], e["dtype"], f"{e['tensors']:,}", f"{e['elements']:,}",
              size(e["bytes"])]
-            for e in own["entries"]
+            for e in held["entries"]
         ]  # fmt: skip
         if rows:
             lines += ["", table(header, rows)]
-        for number, group in enumerate(own.get("groups", [])):
+        for number, group in enumerate(held.get("groups", [])):
             shown = [
                 f"{name}={str(group['options'][name]).replace(' ', '')}"
                 for name in _SHOWN
@@ -211,42 +211,38 @@ def as_text(found: dict[str, Any], tensors: bool) -> str:
             ]
             text = f"group {number}, {group['parameters']:,} parameters: {' '.join(shown)}"
             lines += ["", *textwrap.wrap(text, WIDTH)]
-        if own.get("control"):
-            named = own["control"].items()
+        if held.get("control"):
             counts = ", ".join(
                 f"{name} {value:g}" if is_finite(value) else f"{name} {value}"
-                for name, value in named
+                for name, value in held["control"].items()
             )
             lines += ["", *textwrap.wrap(f"control: {counts}", WIDTH)]
     if tensors:
         rows = [
             [key if len(key) <= 44 else f"~{key[-43:]}", t["dtype"], str(t["shape"])]
-            for key, t in found["tensors"].items()
+            for key, t in facts["tensors"].items()
         ]
         lines += ["", table(["tensor", "dtype", "shape"], rows)]
-    lines += ["", f"{len(found['tensors']):,} tensors, {found['elements']:,} elements"]
-    if found["meta"]:
-        text = f"on the meta device, without elements: {', '.join(found['meta'])}"
+    lines += ["", f"{len(facts['tensors']):,} tensors, {facts['elements']:,} elements"]
+    if facts["meta"]:
+        text = f"on the meta device, without elements: {', '.join(facts['meta'])}"
         lines += textwrap.wrap(text, WIDTH)
-    if found["other_values"]:
-        count = found["other_values"]
-        lines.append(f"{count:,} value{'s' if count > 1 else ''} beside them")
-    if found["sha256"]:
-        lines.append(f"sha256 {found['sha256']}")
+    if facts["other_values"]:
+        count = facts["other_values"]
+        lines.append(f"{count:,} value{'s' * (count > 1)} beside them")
+    if facts["sha256"]:
+        lines.append(f"sha256 {facts['sha256']}")
     return "\n".join(lines)
 
 
-def headline(part: str, own: dict[str, Any]) -> str:
-    if not own["optimizer"]:
+def headline(part: str, held: dict[str, Any]) -> str:
+    if not held["optimizer"]:
         return f"{part or 'tensors'}:"
-    steps = own["steps"]
-    counted = "no steps" if own["entries"] else "no state"
+    steps = held["steps"]
+    counted = "no steps" if held["entries"] else "no state"
     if steps:
         counted = f"steps {steps[0]:,} to {steps[-1]:,}" if steps[1:] else f"step {steps[0]:,}"
-    masters = MASTERS_NAMED.get(own["masters"])
-    said = [
-        f"{own['parameters']:,} parameters by {'index' if own['layout'] == 'indices' else 'name'}",
-        counted,
-        masters or "no master weights",
-    ]
+    layout = {"indices": "index", "names": "name"}[held["layout"]]
+    masters = MASTERS_NAMED.get(held["masters"], "no master weights")
+    said = [f"{held['parameters']:,} parameters by {layout}", counted, masters]
     return f"{part or 'optimizer'}: optimizer state, {', '.join(said)}"

@@ -45,7 +45,7 @@ fsdp      fully_shard: weights are sharded, too, and gathered when they are used
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "plan",
         "Shows what each rank holds and moves with a fused optimizer, without activations and "
         "communication buffers.",
@@ -57,40 +57,40 @@ def parser() -> Parser:
         MEANING,
         "[FILE]",
     )
-    made.add_argument(
+    command.add_argument(
         "file", nargs="?", help="a safetensors file, or the index of several; only headers are read"
     )
-    add_source(made)
-    made.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
-    made.add_argument(
+    add_source(command)
+    command.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
+    command.add_argument(
         "--sharding", choices=SHARDINGS, default="zero1", help="plan whose ranks are listed (zero1)"
     )
-    add_dtype(made, "--grad-dtype", DTYPES, "dtype of gradients (their parameters')")
-    made.add_argument(
+    add_dtype(command, "--grad-dtype", DTYPES, "dtype of gradients (their parameters')")
+    command.add_argument(
         "--master-weights", choices=tuple(MASTER_WEIGHTS), help="FusedAdamW's master_weights (none)"
     )
-    add_dtype(made, "--state-dtype", ("float32", "bfloat16", "int8"), "dtype of the moments")
-    made.add_argument(
+    add_dtype(command, "--state-dtype", ("float32", "bfloat16", "int8"), "dtype of the moments")
+    command.add_argument(
         "--fp32-moments",
         type=listed,
         metavar="A,B,C",
         help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
         "for none (embedding)",
     )
-    made.add_argument("--algorithm", choices=NAMES, default="adamw", help="of the step (adamw)")
-    made.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
-    made.add_argument("--momentum", action="store_true", help="include SGD's momentum")
-    made.add_argument(
+    command.add_argument("--algorithm", choices=NAMES, default="adamw", help="of the step (adamw)")
+    command.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
+    command.add_argument("--momentum", action="store_true", help="include SGD's momentum")
+    command.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
     for option, text in (
         ("--bandwidth", "bandwidth of memory; adds the step's time"),
         ("--network", "network bandwidth of a rank; adds the time to send"),
     ):
-        made.add_argument(option, type=positive, metavar="GB/S", help=text)
-    made.add_argument("--json", action="store_true", help="print everything as JSON")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
-    return made
+        command.add_argument(option, type=positive, metavar="GB/S", help=text)
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
+    return command
 
 
 def main(args: list[str]) -> int:
@@ -162,12 +162,12 @@ def fullest(ranks: list[RankBytes]) -> RankBytes:
 
 def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
     """Returns the times of the slowest rank, if bandwidths are given."""
-    found = {}
+    times = {}
     if options.bandwidth:
-        found["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
+        times["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
     if options.network:
-        found["send_seconds"] = max(rank.sent for rank in ranks) / (options.network * 1e9)
-    return found
+        times["send_seconds"] = max(rank.sent for rank in ranks) / (options.network * 1e9)
+    return times
 
 
 def as_json(
@@ -213,7 +213,7 @@ def as_text(
     ranks_text = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
     unit_text = f"{unit} on the rank that holds most"
     times = {sharding: [*seconds(ranks, options).items()] for sharding, ranks in plans.items()}
-    longest = max((value for own in times.values() for _, value in own), default=0.0)
+    longest = max((value for each in times.values() for _, value in each), default=0.0)
     time_unit, per_second = ("ms", 1e3) if longest < 100 else ("s", 1.0)
     if longest:
         unit_text += f", times in {time_unit}"

@@ -87,7 +87,7 @@ class Curve:
 
 
 def parser() -> Parser:
-    made = Parser(
+    command = Parser(
         "schedule",
         "Shows learning rates of the warmup-stable-decay family, as the Trainer and the "
         "containers compute them. Where an option has several values with commas between "
@@ -98,38 +98,42 @@ def parser() -> Parser:
         --config examples/demo.toml --config other.toml --csv lr.csv
         """,
     )
-    made.add_argument(
+    command.add_argument(
         "--config",
         action="append",
         default=[],
         metavar="TOML",
         help="the file of a Trainer job; repeatable",
     )
-    made.add_argument("--steps", type=number, metavar="N", help="steps of training")
+    command.add_argument("--steps", type=number, metavar="N", help="steps of training")
     for name, (_, read, metavar, text) in CHOICES.items():
         option = f"--{name.replace('_', '-')}"
-        made.add_argument(option, type=several(read), metavar=metavar, help=text)
-    made.add_argument("--rows", type=number, default=11, metavar="N", help="rows of the table (11)")
-    made.add_argument(
+        command.add_argument(option, type=several(read), metavar=metavar, help=text)
+    command.add_argument(
+        "--rows", type=number, default=11, metavar="N", help="rows of the table (11)"
+    )
+    command.add_argument(
         "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
     )
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png")
-    return made
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png"
+    )
+    return command
 
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
-    given = {n: values for n in CHOICES if (values := getattr(options, n)) is not None}
-    if options.steps is None and given and options.config:
-        option = min(given).replace("_", "-")
+    asked = {n: values for n in CHOICES if (values := getattr(options, n)) is not None}
+    if options.steps is None and asked and options.config:
+        option = min(asked).replace("_", "-")
         raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
     with Progress("computing", 1):
         curves = [from_job(path) for path in options.config]
         if options.steps is not None:
             defaults = {name: [default] for name, (default, *_) in CHOICES.items()}
-            curves += from_flags(options.steps, defaults | given)
+            curves += from_flags(options.steps, defaults | asked)
         if not curves:
             raise CommandError("give --steps, or a job by --config")
         if options.plot is not None:

@@ -209,8 +209,8 @@ def check_output(path: Path, force: bool = True, checkpoint: bool = False) -> No
             names = [file.name for file in path.iterdir()]
             others = [n for n in names if n != ".metadata" and not n.endswith(".distcp")]
             if not checkpoint or others:
-                found = f"also has {min(others)}" if checkpoint else "is a folder"
-                raise CommandError(f"{path} {found}: not replaced")
+                problem = f"also has {min(others)}" if checkpoint else "is a folder"
+                raise CommandError(f"{path} {problem}: not replaced")
         folder = target_of(path).parent
         if not path.exists() and not folder.is_dir():
             raise CommandError(f"cannot write {path}: there is no folder {folder}")
@@ -267,13 +267,13 @@ def target_of(path: Path) -> Path:
 def stream_of(path: Path) -> Path | int | None:
     """Returns what to open for a pipe, a device or this process's stdout, otherwise None."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
     # If opened again, /dev/stdout would overwrite the file behind it from the start.
-    if os.path.samestat(found, os.fstat(1)):
+    if os.path.samestat(status, os.fstat(1)):
         return 1
-    return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else path
+    return None if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) else path
 
 
 @contextlib.contextmanager

@@ -45,15 +45,15 @@ def _check_checkpoint(job_config: JobConfig) -> None:
     folder = Path(job_config.job.dump_folder, checkpoint.folder)
     step, path = checkpoint.load_step, checkpoint.initial_load_path
     if step != -1:
-        if not (wanted := folder / f"step-{step}").is_dir():
-            raise ConfigError(f"checkpoint.load_step is {step}, but there is no {wanted}")
+        if not (saved := folder / f"step-{step}").is_dir():
+            raise ConfigError(f"checkpoint.load_step is {step}, but there is no {saved}")
     elif path and not steps(folder):
         if not Path(path).is_dir():
             raise ConfigError(f"checkpoint.initial_load_path is {path}, which is not a folder")
-        if found := steps(Path(path)):
+        if saved_steps := steps(Path(path)):
             raise ConfigError(
                 f"checkpoint.initial_load_path is {path}, a folder of checkpoints: name one of "
-                f"them, such as {path}/step-{found[0]}"
+                f"them, such as {path}/step-{saved_steps[0]}"
             )
 
 

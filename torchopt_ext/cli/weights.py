@@ -24,7 +24,7 @@ class Weights:
 
     def __init__(self, source: Checkpoint, other: Checkpoint | None) -> None:
         self.source = source
-        self.given = other is not None
+        self.are_separate = other is not None
         self._names: dict[tuple[str, str], str] = {}
         for part, groups in source.options().items():
             for group in groups.values():
@@ -37,36 +37,35 @@ class Weights:
 
     def name(self, entry: Entry) -> str:
         """Returns the name of an entry's parameter."""
-        known = self._names.get((entry.part, entry.owner))
-        if known is None and entry.owner.isdigit():
+        name = self._names.get((entry.part, entry.owner))
+        if name is None and entry.owner.isdigit():
             raise CommandError(
                 "the optimizer's state has no param_names, by which weights would be found: load "
                 "it into an optimizer that was given model.named_parameters(), and save that"
             )
-        return known or entry.owner
+        return name or entry.owner
 
-    def find(self, entries: Iterable[Entry], wanted: str) -> None:
-        """Finds the weights from which :meth:`as_kind` makes the wanted kind.
+    def find(self, entries: Iterable[Entry], kind: str) -> None:
+        """Finds the weights from which :meth:`as_kind` makes a kind of master weights.
 
         Args:
             entries: one entry per parameter: its master weight, its remainder, or any other entry
                 if it has neither.
         """
-        needed: defaultdict[str, list[Entry]] = defaultdict(list)
+        parts: defaultdict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
-            if entry.kind not in (MASTER, wanted):
-                needed[entry.part].append(entry)
-        for part, own in needed.items():
-            names = [self.name(entry) for entry in own]
-            found = keys_of(names, self._keys, part)
-            for entry, key in zip(own, found, strict=True):
+            if entry.kind not in (MASTER, kind):
+                parts[entry.part].append(entry)
+        for part, needed in parts.items():
+            keys = keys_of([self.name(entry) for entry in needed], self._keys, part)
+            for entry, key in zip(needed, keys, strict=True):
                 self._check(self._model.tensors[key], key, entry)
                 self._key_of[entry] = key
 
     @property
     def beside(self) -> list[str]:
         """Keys of the weights that were found in the optimizer's own checkpoint."""
-        return [] if self.given else [*self._key_of.values()]
+        return [] if self.are_separate else [*self._key_of.values()]
 
     def _check(self, weight: Tensor, key: str, entry: Entry) -> None:
         like = self.source.tensors[entry.key]
@@ -78,9 +77,9 @@ class Weights:
                 f"{list(like.shape)}"
             )
 
-    def as_kind(self, entry: Entry, wanted: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def as_kind(self, entry: Entry, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a parameter's master weight or remainder, from an entry as in :meth:`find`."""
-        if entry.kind == wanted:
+        if entry.kind == kind:
             return self.source.tensor(entry.key).to(dtype)
         if entry.kind == MASTER:
             exact = self.source.tensor(entry.key)
@@ -89,7 +88,7 @@ class Weights:
             if entry.kind in REMAINDERS:
                 exact = join_master(exact, self.source.tensor(entry.key))
         exact = exact.float()
-        return exact if wanted == MASTER else split_master(exact, MASTERS[wanted])[1].to(dtype)
+        return exact if kind == MASTER else split_master(exact, MASTERS[kind])[1].to(dtype)
 
 
 def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
@@ -102,21 +101,20 @@ def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
     plain = [unwrapped(name) for name in names]
     if all(name.startswith("module.") for name in plain):  # DistributedDataParallel's prefix
         plain = [name.removeprefix("module.") for name in plain]
-    wanted = set(plain)
     key_of = {unwrapped(key): key for key in keys}
-    found: defaultdict[str, set[str]] = defaultdict(set)  # names by their prefix, such as "model."
+    by_prefix: defaultdict[str, set[str]] = defaultdict(set)  # names by such as "model."
     for key in key_of:
         for start in [0, *(n + 1 for n, letter in enumerate(key) if letter == ".")]:
-            if key[start:] in wanted:
-                found[key[:start]].add(key[start:])
-    whole = [before for before, own in found.items() if len(own) == len(wanted)]
+            if key[start:] in plain:
+                by_prefix[key[:start]].add(key[start:])
+    whole = [prefix for prefix, names_there in by_prefix.items() if names_there == {*plain}]
     if not whole:
-        missing = wanted - max(found.values(), key=len, default=set())
-        name = next(name for name in plain if name in missing)
+        most = max(by_prefix.values(), key=len, default=set())
+        name = next(name for name in plain if name not in most)
         raise CommandError(f"there is no such weight: {name}; name the model's by --weights")
     # Weights deeper in a model end like other weights: layers.0.norm.weight and norm.weight.
-    model = min(whole, key=lambda before: (before not in ("", f"{part}."), len(before)))
-    if model not in ("", f"{part}.") and any(not before.startswith(model) for before in found):
+    model = min(whole, key=lambda prefix: (prefix not in ("", f"{part}."), len(prefix)))
+    if model not in ("", f"{part}.") and any(not prefix.startswith(model) for prefix in by_prefix):
         raise CommandError(
             f"several weights end in {names[0]} or another name; name the model's by --weights"
         )
