@@ -46,8 +46,8 @@ ABSENT = "not in the state dict"
 """Stands for an entry that there is not, where torch fills only entries that there are. The entry
 of a sharded parameter is the parameter itself, which says how to cut: not its scales."""
 
-_BY_ELEMENT = "exp_inf square_avg grad_avg acc_delta sum ax prev step_size"
-SHAPED_LIKE_PARAM = frozenset([*MOMENTS, *_BY_ELEMENT.split()])
+_BY_ELEMENT = {"exp_inf", "square_avg", "grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
+SHAPED_LIKE_PARAM = _BY_ELEMENT.union(MOMENTS)
 """Entries of torch.optim's classes that have one value for each element of the parameter."""
 
 _ADAM = ("step", *ADAM.required)

@@ -68,13 +68,13 @@ def load(
 ) -> None:
     """Loads like ``dcp.load``, but reads and checks an optimizer's entries before changing it.
 
-    Call it on all ranks. Each reads its own parts, so the checkpoint may be from another number of
-    ranks, or from another optimizer of the same layout, torch's included; docs/containers.md says
-    what is converted. Optimizers come first: if one does not fit on one rank, nothing changes on
-    any, except that parameters may have got state of step 0. (Optimizers without `prepare_load`,
-    such as ZeroRedundancyOptimizer, are checked when those before them have been loaded.) Other
-    objects, and optimizers whose state dicts have a layout of their own, come last and are loaded
-    in place, as with ``dcp.load``. Pickled values must be plain values: no code of the files runs.
+    Call it on all ranks. The checkpoint may be from another number of ranks, or from another
+    optimizer of the same layout, torch's included; docs/containers.md says what is converted.
+    Optimizers come first: if one does not fit on one rank, nothing changes on any, except that
+    parameters may have got state of step 0. (Optimizers without `prepare_load`, such as
+    ZeroRedundancyOptimizer, are checked when those before them have been loaded.) Other objects,
+    and optimizers of unknown layouts, come last and are loaded in place, as with ``dcp.load``.
+    Pickled values must be plain values: no code of the files runs.
 
     Args:
         state_dict: optimizers, modules and other objects by key, as they were saved.
@@ -158,13 +158,15 @@ def read_optimizers(
     with fail_together(group):
         for key, optimizer in optimizers.items():
             entries = entries_below(metadata, key)
-            if (wanted := wanted_layout(optimizer)) not in (None, found := saved_layout(entries)):
+            usual = None if required_of(type(optimizer)) is None else BY_INDEX
+            layout = getattr(optimizer, "checkpoint_layout", usual)  # None if it is not known
+            if layout not in (None, saved_as := saved_layout(entries)):
                 raise ValueError(
-                    f"the state dict saved as '{key}' is {found}, but that of "
-                    f"{type(optimizer).__name__} is {wanted}: load it into an optimizer of its "
+                    f"the state dict saved as '{key}' is {saved_as}, but that of "
+                    f"{type(optimizer).__name__} is {layout}: load it into an optimizer of its "
                     f"layout"
                 )
-            if wanted or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
+            if layout or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
                 saved[key] = entries
     every = [entry for entries in saved.values() for entry in entries.items()]
     values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
@@ -174,8 +176,12 @@ def read_optimizers(
     with fail_together(group):
         for key, entries in saved.items():
             ids = {str(i): i for fqn in id_lists(entries) for i in values[fqn]}
-            own = getattr(optimizers[key], "checkpoint_buffers", None)
-            buffers = own(list(ids)) if own else indexed_buffers(optimizers[key], list(ids))
+            optimizer = optimizers[key]
+            if hasattr(optimizer, "checkpoint_buffers"):
+                buffers: Buffers = optimizer.checkpoint_buffers([*ids])
+            else:
+                pairs = zip(ids, params_of(optimizer), strict=False)
+                buffers = buffers_by_key({f"state.{index}": param for index, param in pairs})
             for fqn, (path, like) in entries.items():
                 if like is None:
                     value = values[fqn]
@@ -192,12 +198,6 @@ def read_optimizers(
     return loaded
 
 
-def wanted_layout(optimizer: Optimizer) -> str | None:
-    """Returns the layout of an optimizer's state dict; None if it is not known."""
-    usual = None if required_of(type(optimizer)) is None else BY_INDEX
-    return getattr(optimizer, "checkpoint_layout", usual)
-
-
 def saved_layout(entries: Entries) -> str:
     if any(path[0] == BASE for path, _ in entries.values()):
         return WITH_BASE
@@ -212,12 +212,6 @@ def id_lists(entries: Entries) -> list[str]:
         if path[-3:-2] == ("param_groups",) and path[-1] == "params"
     }
     return [groups[path] for path in sorted(groups) if path[0] in ("param_groups", BASE)]
-
-
-def indexed_buffers(optimizer: Optimizer, ids: list[str]) -> Buffers:
-    """Returns buffers for torch's layout: ``state``, index, name."""
-    pairs = zip(ids, params_of(optimizer), strict=False)
-    return buffers_by_key({f"state.{index}": param for index, param in pairs})
 
 
 def buffers_by_key(params: Mapping[str, Tensor]) -> Buffers:
@@ -372,48 +366,44 @@ class Reader(FileSystemReader):
         rank = kwargs.get("rank")
         file = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
         try:
-            version = file, self._file_version(file)
+            if remote := getattr(self.fs, "fs", None):  # the fsspec file system of a URL
+                version = file, remote.ukey(file)
+            else:
+                status = os.stat(file)
+                version = file, (status.st_ino, status.st_size, status.st_mtime_ns)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"there is no checkpoint in {self.path}: it lacks {PurePath(file).name}"
             ) from error
         if self._read is None or self._read[0] != version:
-            self._read = version, self._read_metadata(file)
-        found = self._read[1]
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            with self.fs.create_stream(file, "rb") as stream:
+                self._read = version, _checked_metadata(stream, file)
+        metadata = self._read[1]
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
-    def _file_version(self, file: str | os.PathLike[str]) -> Any:
-        """Returns a value that changes when the file is written again."""
-        if remote := getattr(self.fs, "fs", None):  # the fsspec file system of a URL
-            return remote.ukey(file)
-        status = os.stat(file)
-        return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _read_metadata(self, file: str | os.PathLike[str]) -> Metadata:
-        with self.fs.create_stream(file, "rb") as stream:
-            try:
-                found = _Unpickler(stream).load()
-                if not isinstance(found, Metadata):
-                    raise TypeError(f"it is of type {type(found).__name__}")
-                for name in {
-                    stored.relative_path for stored in (found.storage_data or {}).values()
-                }:
-                    data = PurePath(name)
-                    if data.is_absolute() or ".." in data.parts:
-                        raise ValueError(f"{data} is not in the checkpoint's folder")
-            except Exception as error:  # a damaged pickle raises any kind
-                raise ValueError(f"{file} is not a checkpoint's metadata: {error}") from error
-        return found
+def _checked_metadata(stream: Any, file: Any) -> Metadata:
+    try:
+        metadata = _Unpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it is of type {type(metadata).__name__}")
+        for stored in (metadata.storage_data or {}).values():
+            data = PurePath(stored.relative_path)
+            if data.is_absolute() or ".." in data.parts:
+                raise ValueError(f"{data} is not in the checkpoint's folder")
+    except Exception as error:  # a damaged pickle raises any kind
+        raise ValueError(f"{file} is not a checkpoint's metadata: {error}") from error
+    return metadata
 
 
 def check_complete(fqn: str, stored: TensorStorageMetadata) -> None:
     """Raises ValueError if a checkpoint lacks elements of a tensor."""
-    held, wanted = sum(math.prod(chunk.sizes) for chunk in stored.chunks), stored.size.numel()
-    if held != wanted:
+    held, whole = sum(math.prod(chunk.sizes) for chunk in stored.chunks), stored.size.numel()
+    if held != whole:
         raise ValueError(
-            f"'{fqn}' is incomplete: the checkpoint has {held} of its {wanted} elements, so not "
+            f"'{fqn}' is incomplete: the checkpoint has {held} of its {whole} elements, so not "
             "all ranks saved theirs"
         )
 

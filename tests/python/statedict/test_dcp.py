@@ -96,13 +96,15 @@ def test_a_folder_may_be_a_url(tmp_path: Path, scheme: str) -> None:
         load({"optim": job("optimizer", "fp32", 1, 1)[1]}, checkpoint_id=url)
     for seed in (1, 2):
         model, optimizer = job("optimizer", "fp32", seed, seed)
-        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=url)
+        saved = {"model": model, "optim": optimizer, f"of {seed}": seed}
+        dcp.save(saved, checkpoint_id=url)
         for place in ({"checkpoint_id": url}, {"storage_reader": reader, "checkpoint_id": url}):
             other, resumed = job("optimizer", "fp32", 3, 0)
             load({"model": other, "optim": resumed}, **place)
             assert_same(other.state_dict(), model.state_dict())
             assert_same(resumed.state_dict(), optimizer.state_dict())
-        assert reader.read_metadata() is reader.read_metadata()
+        metadata = reader.read_metadata()
+        assert f"of {seed}" in metadata.state_dict_metadata and metadata is reader.read_metadata()
     with pytest.raises(ValueError, match="needs a checkpoint_id or a storage_reader"):
         load({"optim": optimizer})
 
