@@ -84,12 +84,8 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth = self._growth_settings()
-        self._loss_scale = LossScale(
-            self._scale,
-            self._settings | self._growth,
-            self._init_growth_tracker,
-            self._init_hysteresis_tracker,
-        )
+        counts = self._init_growth_tracker, self._init_hysteresis_tracker
+        self._loss_scale = LossScale(self._scale, self._settings | self._growth, *counts)
         # torch's methods read and fill this tensor.
         self._growth_tracker = self._loss_scale.field("growth_tracker")
 
@@ -131,8 +127,8 @@ class GradScaler(torch.amp.GradScaler):
             own = vars(optimizer).pop("grad_scale", None)  # set by the user, for one step
             context = StepContext(scale if own is None else scale * own, check_overflow=True)
         else:  # the check of unscale_ counts, even if the gradients have changed since
-            found = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
-            total = torch.stack(found).sum() if found else torch.zeros_like(scale)
+            flags = [moved(f, scale.device) for f in mine["found_inf_per_device"].values()]
+            total = torch.stack(flags).sum() if flags else torch.zeros_like(scale)
             mine["found_inf_per_device"] = {scale.device: total}
             context = StepContext(found_inf=total, check_overflow=True)
         fused: Any = optimizer
@@ -183,24 +179,25 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        found = [
+        flags = [
             moved(found_inf, scale.device)
             for state in states
             for found_inf in state["found_inf_per_device"].values()
         ]
-        if not found:
-            if not states or any(state["stage"] is OptState.UNSCALED for state in states):
-                raise AssertionError("No inf checks were recorded prior to update.")
-            self._per_optimizer_states = defaultdict(fresh_optimizer_state)
-            return  # no step was made, or it raised
+        # Without a flag no step was made, or it raised.
+        if not flags and (not states or any(s["stage"] is OptState.UNSCALED for s in states)):
+            raise AssertionError("No inf checks were recorded prior to update.")
         loss_scale, growth = self._loss_scale, self._growth_settings()
         assert loss_scale is not None
         if growth != self._growth:  # torch's setters have changed the settings
             self._growth = growth
             for name, value in growth.items():
                 loss_scale.field(name).fill_(value)
-        found_inf = found[0] if len(found) == 1 else torch.stack([f.double() for f in found]).sum()
-        loss_scale.update(found_inf)
+        if flags:
+            several = len(flags) > 1
+            loss_scale.update(
+                torch.stack([f.double() for f in flags]).sum() if several else flags[0]
+            )
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:

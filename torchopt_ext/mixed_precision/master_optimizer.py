@@ -1,8 +1,4 @@
-"""Lets any optimizer under FSDPadaptOptimizer step fp32 masters of the model's parameters.
-
-A step reads the gradients for their norm, writes unscaled and clipped fp32 gradients for the
-masters, steps the optimizer, and rounds the masters to the parameters.
-"""
+"""Lets any optimizer under FSDPadaptOptimizer step fp32 masters of the model's parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +28,8 @@ class MasterOptimizer(FusedSGD):
     """Puts fp32 masters into the groups of any optimizer in place of 16-bit parameters.
 
     It holds the model's parameters and their masters, collects and measures gradients, and decides
-    as every fused optimizer does. Only its update is the other optimizer's step.
+    as every fused optimizer does. Only its update is the other optimizer's step: it writes unscaled
+    and clipped fp32 gradients for the masters, steps, and rounds the masters to the parameters.
 
     Trainable 16-bit parameters have a master from the start, frozen parameters from their first
     gradient on. Others are stepped directly, and their gradients unscaled and clipped in place.
@@ -123,13 +120,13 @@ class MasterOptimizer(FusedSGD):
         assert optim is not None
         raise_problems(read_indexed(state_dict, optim.param_groups).problems(optim))
         ids = chain(*(group["params"] for group in state_dict["param_groups"]))
-        saved = [
-            (state_dict["state"].get(i), weight) for i, weight in zip(ids, weights, strict=True)
-        ]
-        of_param = dict(zip(params_of(self), saved, strict=True))
+        saved = {
+            param: (state_dict["state"].get(i), weight)
+            for param, i, weight in zip(params_of(self), ids, weights, strict=True)
+        }
 
         def needs_master(param: Tensor) -> bool:  # unfrozen late, in the saved run or here
-            state, weight = of_param[param]
+            state, weight = saved[param]
             if not is_steppable(param) or weight.dtype != torch.float32:
                 return False
             return param.requires_grad or bool(state) or has_low_bits(param, {MASTER: weight})
@@ -178,11 +175,12 @@ class MasterOptimizer(FusedSGD):
         assert self._built is not None and self.optim is not None
         plan, parts, *_ = self._built
         self._skipped, found_inf = self.known("skip"), None
-        if self._skipped is None and skips_on_device(self.optim):
-            found_inf = self.control.found_inf.float()
-        elif self._skipped is None:
-            self._skipped = self.control.skip.item()
-            self.verdict.check()
+        if self._skipped is None:
+            if skips_on_device(self.optim):
+                found_inf = self.control.found_inf.float()
+            else:
+                self._skipped = self.control.skip.item()
+                self.verdict.check()
         if self._skipped:
             return
         rounded = [

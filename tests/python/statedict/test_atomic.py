@@ -21,6 +21,7 @@ from torchopt_ext.containers import LRSchedulersContainer, OptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ...support.compare import assert_same, contents, difference
+from .jobs import train
 
 EIGHT_BITS: dict[str, Any] = {"master_weights": "remainder8", "state_dtype": "int8"}
 Make = Callable[[nn.Module], Any]
@@ -66,14 +67,6 @@ def failing_at(call: int) -> Iterator[list[str]]:
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 2, bias=False), nn.Linear(3, 2, bias=False)).bfloat16()
-
-
-def train(model: nn.Module, optimizer: Any, steps: int) -> None:
-    for seed in range(steps):
-        generator = torch.Generator().manual_seed(seed)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
 
 
 def scheduled(optimizer: FusedAdamW) -> FusedAdamW:
@@ -142,8 +135,8 @@ def test_a_load_that_fails_anywhere_changes_nothing(
     model, other = model_of(1), model_of(2)
     source, target = make(model, **saved), make(other, **kept)
     model.requires_grad_(True)
-    train(model, source, 3)
-    train(other, target, steps)
+    train(model, source, range(3))
+    train(other, target, range(steps))
     given, before = saved_by(source), state_of(target)
     for call in range(1, 10_000):
         try:
@@ -159,15 +152,15 @@ def test_a_load_that_fails_anywhere_changes_nothing(
     loaded = state_of(target)
     target.load_state_dict(given)
     assert_same(state_of(target), loaded)
-    train(other, target, 1)
+    train(other, target, [0])
 
 
 @pytest.mark.parametrize("make", [fused, container, sharded, adapted])
 def test_a_hook_that_raises_leaves_no_half_load(make: Any) -> None:
     model, other = model_of(1), model_of(2)
     source, target = make(model), make(other)
-    train(model, source, 3)
-    train(other, target, 1)
+    train(model, source, range(3))
+    train(other, target, [0])
 
     def hook(*_: Any) -> None:
         raise Injected("hook")
@@ -189,8 +182,8 @@ def test_warnings_as_errors_leave_no_half_load(make: Any) -> None:
     """A dict without counts makes the schedule begin at the parameters' steps, with a warning."""
     model, other = model_of(1), model_of(2)
     source, target = (make(m, master_weights="fp32") for m in (model, other))
-    train(model, source, 5)
-    train(other, target, 1)
+    train(model, source, range(5))
+    train(other, target, [0])
     saved = saved_by(source)
     flat = saved.get("base_optim_states", saved)
     for entry in (flat, flat.get("state", {}).get(0, {})):
@@ -243,7 +236,7 @@ def test_numbers_of_numpy(number: Any) -> None:
     """What RLlib makes of a state dict: its counts, options and indices are numpy's (ray#61937)."""
     model, other, flat = model_of(1), model_of(2), model_of(2)
     source, target = fused(model), fused(other)
-    train(model, source, 3)
+    train(model, source, range(3))
     given = copy.deepcopy(source.state_dict())
     for entry in given["state"].values():
         entry["step"] = number(3)
@@ -254,14 +247,14 @@ def test_numbers_of_numpy(number: Any) -> None:
     target.load_state_dict(given)
     assert all(state["step"] == 3 for state in target.state.values())
     assert float(target.param_groups[0]["lr"]) == 2
-    train(other, target, 1)
+    train(other, target, [0])
     named, one = container(flat), container(model_of(1))
-    train(one.model_parts[0], one, 3)
+    train(one.model_parts[0], one, range(3))
     given = copy.deepcopy(one.state_dict())
     given |= {key: number(3) for key in given if key.endswith(".step")}
     named.load_state_dict(given)
     assert all(isinstance(s["step"], torch.Tensor) for s in named.optimizers[0].state.values())
-    train(flat, named, 1)
+    train(flat, named, [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
@@ -270,6 +263,6 @@ def test_a_learning_rate_in_a_tensor_of_any_real_dtype(dtype: torch.dtype) -> No
     for lr in (torch.tensor(2, dtype=dtype), 2.0):
         model = model_of(1)
         optimizer = FusedAdamW(model.parameters(), lr=lr)
-        train(model, optimizer, 2)
+        train(model, optimizer, range(2))
         weights.append([*model.parameters()])
     assert all(map(torch.equal, *weights))
