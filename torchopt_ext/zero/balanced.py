@@ -163,10 +163,8 @@ class BalancedBuckets:
             former, at = self._sources.get(part, (None, -1))
             if former is not grad or at != version(grad):
                 if grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"the gradient of {self.params.called(part.param)} has layout "
-                        f"{grad.layout}, expected a dense tensor"
-                    )
+                    what = f"the gradient of {self.params.called(part.param)}"
+                    raise RuntimeError(f"{what} has layout {grad.layout}, expected a dense tensor")
                 part.tensor.grad = part.cut(grad)
                 self._sources[part] = grad, version(grad)
 
@@ -222,21 +220,16 @@ class BalancedBuckets:
                 if len(self._updates_in_flight) >= IN_FLIGHT:
                     self.wait_for_updates(list(self._updates_in_flight)[:1])
                 self._updates_in_flight[bucket] = self._gather(bucket)
-        self.wait_for_updates(
-            [b for b in self._updates_in_flight if not b.places.keys() <= self._lazy.keys()]
-        )
+        flying = list(self._updates_in_flight)
+        self.wait_for_updates(b for b in flying if not b.places.keys() <= self._lazy.keys())
 
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
         """Starts one all-gather of windows of equal size, later copied to their places."""
-        first = bucket.cuts[self.ranks.rank]
+        first, group = bucket.cuts[self.ranks.rank], self.ranks.group
         gathered = bucket.flat.new_empty(self.ranks.size * bucket.window)
-        work = dist.all_gather_into_tensor(
-            gathered.view(torch.uint8),
-            bucket.flat[first : first + bucket.window].view(torch.uint8),
-            group=self.ranks.group,
-            async_op=True,
-        )
-        return [work], gathered
+        target = gathered.view(torch.uint8)
+        window = bucket.flat[first : first + bucket.window].view(torch.uint8)
+        return [dist.all_gather_into_tensor(target, window, group=group, async_op=True)], gathered
 
     @torch.no_grad()
     def wait_for_updates(self, buckets: Iterable[Bucket] | None = None) -> None:
@@ -260,17 +253,15 @@ class BalancedBuckets:
         for module in modules:
             self._lazy |= dict.fromkeys(module.parameters())
             self._handles.append(module.register_forward_pre_hook(wait_for))
-            for child in module.modules():
-                hooked: Any = child
-                self._handles.append(hooked.register_state_dict_pre_hook(wait_for))
-                self._handles.append(hooked.register_load_state_dict_pre_hook(wait_for))
+            children: list[Any] = [*module.modules()]
+            for child in children:
+                self._handles.append(child.register_state_dict_pre_hook(wait_for))
+                self._handles.append(child.register_load_state_dict_pre_hook(wait_for))
 
     def _wait_for(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._updates_in_flight:
+        if flying := list(self._updates_in_flight):
             params = set(module.parameters())
-            self.wait_for_updates(
-                [b for b in self._updates_in_flight if not params.isdisjoint(b.places)]
-            )
+            self.wait_for_updates(b for b in flying if not params.isdisjoint(b.places))
 
 
 def row_length(param: Tensor) -> int:

@@ -33,16 +33,10 @@ _CONSOLIDATING = "consolidating the optimizer state"
 
 
 def encode(value: Any, where: str) -> tuple[str, list[Tensor]]:
-    """Encodes ``value`` as text. Returns the text and its tensors, which it refers to by position.
+    """Encodes nested plain values as text. Returns it, and the tensors that it numbers.
 
-    Args:
-        value: tensors, numbers, strings, None, lists, tuples, dicts, dtypes and devices, nested;
-            torch.Size arrives as a tuple, OrderedDict and defaultdict as a dict.
-        where: what ``value`` is, for errors: "state of parameter 3".
-
-    Raises:
-        TypeError: ``value`` contains another type, or a subclass of an accepted type.
-        RecursionError: ``value`` is nested too deeply.
+    torch.Size arrives as a tuple, OrderedDict and defaultdict as a dict. Other types, also
+    subclasses, raise TypeError, which says ``where``: "state of parameter 3".
     """
     tensors: list[Tensor] = []
 
@@ -119,19 +113,15 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
 def gather_entries(
     entries: Sequence[tuple[int, Any, Part, Any]], to: int, group: dist.ProcessGroup
 ) -> dict[int, dict[Any, Any]] | None:
-    """Gathers state entries of all ranks on rank `to`. All ranks call it.
+    """Gathers state entries (parameter's index, name, this rank's part, value) on rank `to`.
 
     In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one
     tensor that is not dense.
 
-    Args:
-        entries: (index of the parameter in the state dict, name, this rank's part, value).
-
     Returns:
-        On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Names are
-        in the order of the lowest rank that has the index. Tensors are on the CPU in separate
-        memory. Dense tensors keep their strides. If several ranks have a value that their parts do
-        not divide, the result has the lowest rank's value.
+        On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Tensors
+        are on the CPU in separate memory; dense ones keep their strides. Of a value that parts do
+        not divide, the result has the lowest rank's.
 
     Raises:
         RuntimeError: an entry cannot be sent (every rank raises), or a rank died or is late.

@@ -74,13 +74,12 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Groups tensors into batches to send: each large tensor separately, then the rest in order."""
-    found = [[tensor] for tensor in tensors if tensor.nbytes >= LARGE]
+    together = [[tensor] for tensor in tensors if tensor.nbytes >= LARGE]
     room = -1
-    for tensor in tensors:
-        if tensor.nbytes < LARGE:
-            if tensor.nbytes > room:
-                found.append([])
-                room = MAX_PACKED_BYTES
-            found[-1].append(tensor)
-            room -= tensor.nbytes
-    return found
+    for tensor in (tensor for tensor in tensors if tensor.nbytes < LARGE):
+        if tensor.nbytes > room:
+            together.append([])
+            room = MAX_PACKED_BYTES
+        together[-1].append(tensor)
+        room -= tensor.nbytes
+    return together
