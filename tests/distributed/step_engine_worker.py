@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_ext
+from tests.support.problems import make_params
 from tests.support.ranks import digest, full_tensor, gathered, run_cases
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler, ZeroRedundancyOptimizer
 from torchopt_ext._torch import default_store
@@ -53,14 +53,30 @@ HELD = ("params", "state")
 SCALARS = ("grad_norm", "clip_factor")
 
 
-def make(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Returns parameters, and gradients for every step, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
+def values(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """Returns tensors that are the same on every rank."""
+    return [p.detach() for p in make_params(SHAPES, dtype, seed)]
 
-    def randn() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
-    return randn(), [randn() for _ in range(STEPS)]
+GRADIENTS = range(1, STEPS + 1)  # seeds
+
+
+def line(size: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,))
+
+
+def train_on(
+    optimizer: Any,
+    params: Sequence[Tensor],
+    placed: Callable[[Tensor, int], Tensor],
+    numbers: Sequence[int] = range(len(SHAPES)),
+) -> None:
+    """Makes all steps. ``numbers`` are the parameters' among all of them."""
+    for seed in GRADIENTS:
+        gradients = values(seed=seed)
+        for number, param in zip(numbers, params, strict=True):
+            param.grad = placed(gradients[number], number)
+        optimizer.step()
 
 
 def describe(optimizer: Any) -> Result:
@@ -95,29 +111,23 @@ def train(
     **kwargs: Any,
 ) -> Result:
     """Takes all steps on plain tensors or DTensors. `resume` uses a new optimizer halfway."""
-    values, gradients = make(dtype)
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or line(dist.get_world_size())
 
     def placed(tensor: Tensor, i: int) -> Tensor:
         return tensor if place is None else distribute_tensor(tensor, mesh, place(i))
 
-    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values)]
-    if clip:
-        kwargs["max_grad_norm"] = MAX_NORM
-    optimizer = FusedAdamW(params, lr=0.01, track=True, **kwargs)
-    for number, step in enumerate(gradients):
-        if resume and number == STEPS // 2:
+    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values(dtype))]
+    kwargs |= {"lr": 0.01, "track": True} | ({"max_grad_norm": MAX_NORM} if clip else {})
+    optimizer = FusedAdamW(params, **kwargs)
+    for seed in GRADIENTS:
+        if resume and seed == GRADIENTS[STEPS // 2]:
             saved = optimizer.state_dict()
-            optimizer = FusedAdamW(params, lr=0.01, track=True, **kwargs)
+            optimizer = FusedAdamW(params, **kwargs)
             optimizer.load_state_dict(saved)
-        for i, (p, gradient) in enumerate(zip(params, step, strict=True)):
+        for i, (p, gradient) in enumerate(zip(params, values(dtype, seed), strict=True)):
             p.grad = placed(gradient, i)
         optimizer.step()
     return {**describe(optimizer), "local": seen(optimizer)}
-
-
-def number(result: Result, field: str) -> float:
-    return float.fromhex(result[field])
 
 
 def assert_same(
@@ -131,7 +141,7 @@ def assert_same(
     """
     agreed = {k: v for k, v in sharded.items() if k != "local"}
     assert gathered(agreed) == [agreed] * dist.get_world_size()
-    assert SCALARS[1] not in fields or 0 < number(whole, "clip_factor") < 1
+    assert SCALARS[1] not in fields or 0 < float.fromhex(whole["clip_factor"]) < 1
     assert {field: sharded[field] for field in fields} == {field: whole[field] for field in fields}
     if not adds_up:
         return
@@ -188,8 +198,8 @@ def replicas_and_rows() -> None:
 
 def rows_columns_and_replicas() -> None:
     """The norms agree to 2**-50, because shards cut the sum of squares differently."""
-    expected = number(unsharded(), "grad_norm")
-    assert abs(number(train(mixed), "grad_norm") - expected) <= 2**-50 * expected
+    found, expected = (float.fromhex(of["grad_norm"]) for of in (train(mixed), unsharded()))
+    assert abs(found - expected) <= 2**-50 * expected
 
 
 def ways_to_hold_weights_differ() -> None:
@@ -201,11 +211,9 @@ def ways_to_hold_weights_differ() -> None:
 
 def two_meshes() -> None:
     """Steps parameters of a one-dimensional and a two-dimensional mesh with a single norm."""
-    values, gradients = make(torch.float32)
-    line = init_device_mesh("cpu", (2,))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "other"))
     where: list[tuple[DeviceMesh, list[Placement]] | None] = [
-        (line, [Shard(0)]), (grid, [Shard(0), Replicate()]), (line, [Replicate()]),
+        (line(), [Shard(0)]), (grid, [Shard(0), Replicate()]), (line(), [Replicate()]),
         (grid, [Shard(0), Shard(0)]), None, (grid, [Replicate(), Shard(0)]),
     ]  # fmt: skip
 
@@ -213,12 +221,9 @@ def two_meshes() -> None:
         at = where[i]
         return tensor if at is None else distribute_tensor(tensor, *at)
 
-    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values)]
+    params = [nn.Parameter(placed(v, i)) for i, v in enumerate(values())]
     optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM)
-    for step in gradients:
-        for i, p in enumerate(params):
-            p.grad = placed(step[i], i)
-        optimizer.step()
+    train_on(optimizer, params, placed)
     assert_same(describe(optimizer), unsharded())
 
 
@@ -237,14 +242,10 @@ def assert_together(optimizer: Any, mine: Sequence[int]) -> None:
 
 def process_group() -> None:
     """Steps different parameters on each rank, as under ZeRO. The group sums the squares."""
-    values, gradients = make(torch.float32)
-    mine = range(dist.get_rank(), len(values), dist.get_world_size())
-    params = [nn.Parameter(values[i]) for i in mine]
+    mine = range(dist.get_rank(), len(SHAPES), dist.get_world_size())
+    params = [nn.Parameter(values()[i]) for i in mine]
     optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM, process_group=dist.group.WORLD)
-    for step in gradients:
-        for i, p in zip(mine, params, strict=True):
-            p.grad = step[i]
-        optimizer.step()
+    train_on(optimizer, params, lambda gradient, _: gradient, mine)
     assert_together(optimizer, mine)
 
 
@@ -264,8 +265,7 @@ def pipeline_stages(*, one_rank_mesh: bool = False) -> None:
         name="AdamW", lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
         implementation="fused", early_step_in_backward=False, max_grad_norm=MAX_NORM,
     )  # fmt: skip
-    values, gradients = make(torch.float32)
-    mine = range(mesh["pp"].get_local_rank(), len(values), 2)
+    mine = range(mesh["pp"].get_local_rank(), len(SHAPES), 2)
 
     def placed(value: Tensor, i: int) -> Tensor:
         if i == 2:
@@ -274,12 +274,9 @@ def pipeline_stages(*, one_rank_mesh: bool = False) -> None:
             return distribute_tensor(value, mesh["fsdp", "tp"], [Shard(0), Shard(0)])
         return distribute_tensor(value, mesh["fsdp"], [Shard(0)])
 
-    part = nn.ParameterList(nn.Parameter(placed(values[i], i)) for i in mine)
+    part = nn.ParameterList(nn.Parameter(placed(values()[i], i)) for i in mine)
     container = build_optimizers([part], config, dims)
-    for step in gradients:
-        for i, p in zip(mine, part, strict=True):
-            p.grad = placed(step[i], i)
-        container.step()
+    train_on(container, list(part), placed, mine)
     assert_together(container, mine)
 
 
@@ -298,9 +295,9 @@ def unfrozen_late() -> None:
 
     The norm is the root of 8 elements of 1, and of 4 in rank 0's rows of the late parameter.
     """
-    line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    grid = init_device_mesh("cpu", (2, 1))
     ones = partial(distribute_tensor, torch.ones(4, 2))
-    spread = partial(ones, line, [Shard(0)]), partial(ones, grid, [Shard(0), Replicate()])
+    spread = partial(ones, line(), [Shard(0)]), partial(ones, grid, [Shard(0), Replicate()])
     always, late = (nn.Parameter(make()) for make in spread)
     late.requires_grad_(False)
     optimizer = FusedAdamW([late, always], lr=0.01, max_grad_norm=MAX_NORM)
@@ -361,14 +358,12 @@ def overflow_in_process_group() -> None:
 
 
 def overflow_in_shards(unscale: bool = False, scaler_class: Any = GradScaler) -> None:
-    values, gradients = make(torch.float32)
-    mesh = init_device_mesh("cpu", (2,))
-    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    params = [nn.Parameter(distribute_tensor(v, line(), [Shard(0)])) for v in values()]
     optimizer = FusedAdamW(params, lr=0.01)
 
     def backward(step: int, scale: float) -> None:
-        for p, gradient in zip(params, gradients[step % STEPS], strict=True):
-            p.grad = distribute_tensor(gradient * scale, mesh, [Shard(0)])
+        for p, gradient in zip(params, values(seed=GRADIENTS[step % STEPS]), strict=True):
+            p.grad = distribute_tensor(gradient * scale, line(), [Shard(0)])
 
     scaled(params, optimizer, backward, unscale, scaler_class)
 
@@ -436,16 +431,13 @@ def model_run(sharded: bool, **kwargs: Any) -> Result:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by operator."""
+    """Counts collectives."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if "c10d" in name and "wait" not in name and "wrap" not in name:
-            self.counts[name] += 1
+        self.count += "c10d" in name and "wait" not in name and "wrap" not in name
         return func(*args, **(kwargs or {}))
 
 
@@ -486,7 +478,7 @@ def partial_gradients(place: Placements | None, numbers: int = 1) -> Result:
         with Collectives() as collectives:
             optimizer.step()
     if place is not None:
-        assert place is mixed_rows or sum(collectives.counts.values()) == 2
+        assert place is mixed_rows or collectives.count == 2
         if numbers == 1:
             assert_same(describe(optimizer), summed_gradients())
     return describe(optimizer)
@@ -505,7 +497,7 @@ def largest_gradients() -> None:
 
 def written_back(gradient: list[Placement]) -> None:
     """Writes back a sharded gradient. One that must be redistributed first is rejected."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = line()
     p = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
     optimizer = FusedAdamW([p], lr=0.01, max_grad_norm=1.0, write_back_gradients=True)
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, gradient)
@@ -521,15 +513,13 @@ def written_back(gradient: list[Placement]) -> None:
 
 def resharded_gradients() -> None:
     """Steps parameters sharded by rows. Gradients are sharded by columns or replicated."""
-    values, gradients = make(torch.float32)
-    mesh = init_device_mesh("cpu", (2,))
-    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    params = [nn.Parameter(distribute_tensor(v, line(), [Shard(0)])) for v in values()]
     optimizer = FusedAdamW(params, lr=0.01, max_grad_norm=MAX_NORM, track=True)
-    for step in gradients:
-        for i, (p, gradient) in enumerate(zip(params, step, strict=True)):
-            where = last_dimension(i) if i % 2 else [Replicate()]
-            p.grad = distribute_tensor(gradient, mesh, where)
-        optimizer.step()
+
+    def placed(gradient: Tensor, i: int) -> Tensor:
+        return distribute_tensor(gradient, line(), last_dimension(i) if i % 2 else [Replicate()])
+
+    train_on(optimizer, params, placed)
     assert_same(describe(optimizer), unsharded())
 
 
