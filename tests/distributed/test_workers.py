@@ -44,6 +44,7 @@ def worker(
         worker("step_rejection", (2,), NEWEST, seconds=300),
         worker("trainer_checkpoint", (2, 1, 2), NEWEST),
         worker("zero_exchange", (3,), NEWEST),
+        worker("zero_files", (4,), NEWEST),
         worker("zero_groups", (4,)),
         worker("zero_random", (2,)),
         worker("zero_rejected", (2,), NEWEST),
