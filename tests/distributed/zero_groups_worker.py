@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -144,78 +143,6 @@ def backward(run: nn.Module, extra: Tensor, ranks: Sequence[int]) -> None:
     for rank in ranks:
         loss = run(torch.full((2, 70), rank + 1.0)).square().mean() + (rank + 1) * extra.sum()
         (loss / len(ranks)).backward()
-
-
-def unfrozen(change: str, hook: bool) -> None:
-    """Unfreezes a layer, with a group added after its backward, with two steps for one, or with DDP
-    made anew. The optimizer averages the gradients that DDP, made before, does not."""
-    ends = []
-    for plain in (False, True):
-        model, extra = layers(2), nn.Parameter(torch.zeros(5))
-        model[0].requires_grad_(False)
-        options = BALANCED if hook else SHARDED
-        params = model.parameters()
-        zero = FusedAdamW(params, lr=1e-2) if plain else adam(params, **options)
-        ranks = range(dist.get_world_size()) if plain else [dist.get_rank()]
-        run: nn.Module = model
-        for thawed in (False, True):
-            model[0].requires_grad_(thawed)
-            if hook and not plain and (change == "DDP" or not thawed):
-                run = DDP(model, gradient_as_bucket_view=change == "group")
-                run.register_comm_hook(None, reduce_scatter_hook(zero))
-            if thawed or change != "group":
-                backward(run, extra, ranks)
-            if thawed and change == "group":
-                zero.add_param_group({"params": [extra]})
-            for _ in range(2 if thawed else 1):  # with the same gradients
-                zero.step()
-            zero.zero_grad()
-        backward(run, extra, ranks)
-        zero.step()
-        ends.append([*(p.detach() for p in model.parameters()), extra.detach()])
-    assert max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)) <= ROUNDING
-
-
-def set_by_hand(hook: bool) -> None:
-    """Gradients that a program sets (PCGrad, DP-SGD, evolution strategies) are averaged and used.
-
-    All ranks raise if some rank sets none, or sets one that backward has reduced already.
-    """
-    model, twin = layers(2), layers(2)
-    zero = adam(model.parameters(), **(BALANCED if hook else SHARDED))
-    plain = FusedAdamW(twin.parameters(), lr=1e-2)
-    run: nn.Module = model
-    if hook:
-        run = DDP(model)
-        run.register_comm_hook(None, reduce_scatter_hook(zero))
-    extra, rank, size = torch.zeros(1, requires_grad=True), dist.get_rank(), dist.get_world_size()
-
-    def give(ranks: Sequence[int]) -> None:
-        for param, gradient in zip(model.parameters(), gradients(model, [rank]), strict=True):
-            param.grad = gradient if rank in ranks else None
-
-    def gradients(of: nn.Module, ranks: Sequence[int]) -> tuple[Tensor, ...]:
-        losses = [of(torch.full((2, 70), r + 1.0)).square().mean() / len(ranks) for r in ranks]
-        return torch.autograd.grad(sum(losses), list(of.parameters()))
-
-    for _ in range(2):
-        give(range(size))
-        zero.step()
-        zero.zero_grad()
-        for param, gradient in zip(twin.parameters(), gradients(twin, range(size)), strict=True):
-            param.grad = gradient
-        plain.step()
-        give([0])
-        with pytest.raises(RuntimeError, match="rank" if rank else "another rank has none"):
-            zero.step()
-        zero.zero_grad()
-        backward(run, extra, [rank])
-        assert all(param.grad is None for param in model.parameters())
-        give(range(size))
-        with pytest.raises(RuntimeError, match=r"has a gradient in p.grad, and another"):
-            zero.step()
-        zero.zero_grad()
-    assert furthest(model, twin) <= ROUNDING
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -357,13 +284,6 @@ def cases() -> dict[str, Callable[[], None]]:
         "nested, unused": lambda: in_segments(nested, 5),
         "other orders": other_orders,
         "dropped on even ranks": dropped_on_even_ranks,
-        **{
-            f"unfrozen, {change}, {hook}": partial(unfrozen, change, hook)
-            for change in ("group", "two steps", "DDP")
-            for hook in (False, True)
-        },
-        "set by hand, hooks": lambda: set_by_hand(False),
-        "set by hand, DDP": lambda: set_by_hand(True),
         "subgroups": subgroups,
         "uneven greedy": uneven,
         "uneven AdamW": lambda: uneven(torch.optim.AdamW),

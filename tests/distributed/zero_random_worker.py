@@ -286,9 +286,10 @@ class Training:
             self._optimizers[0].step()
         except RuntimeError as problem:
             error = str(problem)
-        assert len({bool(e) for e in gathered(error)}) == 1, error
+        errors = gathered(error)
+        assert len({bool(e) for e in errors}) == 1, errors
         if error:
-            assert "p.grad" in error, error
+            assert any("p.grad" in e for e in errors), errors
             assert not difference([p.detach() for p in self._models[0].parameters()], before)
         else:
             self._optimizers[1].step()
@@ -299,13 +300,21 @@ class Training:
             self._backward()
         self._step()
 
+    def step_twice(self) -> None:
+        self._backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._step()
+
     def set_gradients(self) -> None:
+        """If backward has reduced others, all ranks raise, or if only one rank sets gradients."""
         if self._choose.random() < 0.3:
             self._backward()
+        alone = self._mode in ("hook", "sharded") and self._choose.random() < 0.3
         for param, plain in zip(*(model.weights for model in self._models), strict=True):
             if plain.requires_grad:
                 plain.grad = self._draw(plain)
-                param.grad = plain.grad.clone()
+                param.grad = None if alone and dist.get_rank() else plain.grad.clone()
         self._step()
 
     def make_ddp(self) -> None:
@@ -323,11 +332,19 @@ class Training:
         for model in self._models:
             model.weights[number].requires_grad_(not model.weights[number].requires_grad)
 
-    def add_group(self) -> None:
+    def add_group(self, has_gradients: bool = False) -> None:
         value = torch.randn(self._choose.choice(SHAPES))
-        for model, optimizer in zip(self._models, self._optimizers, strict=True):
+        for model in self._models:
             model.weights.append(nn.Parameter(value.clone()))
+        if has_gradients:
+            self._backward()
+        for model, optimizer in zip(self._models, self._optimizers, strict=True):
             optimizer.add_param_group({"params": [model.weights[-1]], "weight_decay": 0.3})
+        if has_gradients:
+            self._step()
+
+    def add_group_after_backward(self) -> None:
+        self.add_group(has_gradients=True)
 
     def replace_memory(self) -> None:
         one, other = self._choose.sample(range(len(self._models[0].weights)), 2)

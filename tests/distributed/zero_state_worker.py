@@ -533,8 +533,8 @@ def cases() -> Cases:
     }
     for function in (counted_steps, without_state, other_masters, peculiar, foreign, parts):
         found[function.__name__] = function
+    found |= {f"held once {kind}": partial(held_once, kind) for kind in ("AdamW", "FusedAdamW")}
     for kind in KINDS:
-        found[f"held once {kind}"] = partial(held_once, kind)
         found[f"torchs_functions {kind}, sharded"] = partial(torchs_functions, kind, **SHARDED)
     found |= {f"tiny {partition}": partial(tiny, partition) for partition in ("greedy", "balanced")}
     for kind, (name, options) in product(KINDS, PARTITIONS.items()):
