@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .rank_cases import difference
+from ..support.compare import difference
 from .replica_groups import replica_groups
 
 pytest.importorskip("torchft")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from .rank_results import assert_passed
+from ..support.ranks import assert_passed
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "tests" / "golden" / "adam.json"  # a file that seldom changes

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_job import Job, differences, reseed_all
-from rank_cases import gathered, run_cases
 
+from tests.support.ranks import gathered, run_cases
 from torchopt_ext.trainer import checkpoint_files as files
 
 ROOT = Path(sys.argv[1]).parent / "trainer_checkpoint"  # of all runs
