@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.compare import difference
+from tests.support.ranks import full_tensor
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, build_lr_schedulers
 from torchopt_ext.trainer.checkpoint import CheckpointManager
@@ -140,7 +143,8 @@ class Job:
         model = {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
         rest = {"step": self.step, "taken": self.data.taken, "lr": self.lr_schedulers.state_dict()}
         entries = model | self.optimizers.state_dict()
-        return {key: whole(v) for key, v in entries.items() if not isinstance(v, StateShard)} | rest
+        whole = {k: full_tensor(v) for k, v in entries.items() if not isinstance(v, StateShard)}
+        return copy.deepcopy(whole) | rest
 
     def close(self) -> None:
         self.manager.close()
@@ -175,25 +179,7 @@ def parts_of(kind: str, dtype: torch.dtype) -> list[nn.Module]:
     return [DistributedDataParallel(model) if kind == "zero" else model]
 
 
-def whole(value: Any) -> Any:
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Returns the keys whose values differ."""
     keys = sorted(actual.keys() | expected.keys())
-    return [key for key in keys if not same(actual.get(key), expected.get(key))]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
-
-
-def reseed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    return [key for key in keys if difference(actual.get(key), expected.get(key))]

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_job import Job, differences, reseed_all
+from checkpoint_job import Job, differences
 
 from tests.support.ranks import gathered, run_cases
 from torchopt_ext.trainer import checkpoint_files as files
+from torchopt_ext.trainer.distributed import seed_generators
 
 ROOT = Path(sys.argv[1]).parent / "trainer_checkpoint"  # of all runs
 MODES = ("disabled", "async")
@@ -58,7 +59,7 @@ def all_parts(job: Job) -> dict[str, Any]:
 def resumes_with_the_same_bits(kind: str, mode: str) -> None:
     folder, rank = ROOT / f"{kind} {mode}", dist.get_rank()
     job, parts, numbers = Job(folder, kind=kind, async_mode=mode), {}, {}
-    reseed_all(10 + rank)
+    seed_generators(10 + rank)
     for step in (2, 4):
         job.train(step)
         parts[step], numbers[step] = all_parts(job), drawn()

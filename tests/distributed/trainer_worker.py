@@ -9,7 +9,6 @@ state, the step, and why training stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -20,25 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # examples/
 
+from tests.support.ranks import digest
 from torchopt_ext.trainer.load_config import load_config
 from torchopt_ext.trainer.trainer import Trainer
 
 
-def digest(values: dict[str, Any]) -> str:
-    """Returns a digest of this rank's parts of all tensors, and of their names."""
-    sha = hashlib.sha256()
-    for name, value in sorted(values.items()):
-        tensors = getattr(value, "shards", [value])  # a StateShard has several
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local()
-            if isinstance(tensor, torch.Tensor):
-                sha.update(name.encode() + tensor.detach().numpy().tobytes())
-    return sha.hexdigest()
+def digest_of(values: dict[str, Any]) -> str:
+    """Returns a digest of this rank's parts of all tensors, by name."""
+    parts = [part for _, v in sorted(values.items()) for part in getattr(v, "shards", [v])]
+    return digest(part for part in parts if isinstance(part, torch.Tensor))
 
 
 def kill(trainer: Trainer, rank: int, step: int, seconds: float) -> None:
@@ -68,8 +60,8 @@ def main() -> None:
     ended = {
         "step": trainer.step,
         "stopped_by": trainer.stopped_by,
-        "weights": digest(weights),
-        "optimizer": digest(trainer.optimizers.state_dict()),
+        "weights": digest_of(weights),
+        "optimizer": digest_of(trainer.optimizers.state_dict()),
     }
     folder = Path(config.job.dump_folder)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(ended))

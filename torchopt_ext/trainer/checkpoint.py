@@ -25,7 +25,7 @@ from torchopt_ext.trainer import checkpoint_states as states_of
 from torchopt_ext.trainer import saved_values
 from torchopt_ext.trainer.checkpoint_files import MANIFEST, Manifest
 from torchopt_ext.trainer.checkpoint_writer import Planner, Staged, Writer
-from torchopt_ext.trainer.config import ConfigError, as_config_error, os_error_as_config_error
+from torchopt_ext.trainer.config import ConfigError, as_config_error
 from torchopt_ext.trainer.distributed import DTYPES, seed_generators
 from torchopt_ext.trainer.export import export_safetensors
 
@@ -125,7 +125,7 @@ class CheckpointManager:
         with fail_together(self._group):
             # A replica group must not touch files that another group may be saving.
             if self._rank == 0 and not config.load_only and self._manager is None:
-                with os_error_as_config_error("checkpoint.folder cannot be used"):
+                with as_config_error("checkpoint.folder cannot be used"):
                     self._lock = files.recover(self.folder)
 
     # ---- saving ----------------------------------------------------------------------------------

@@ -18,26 +18,19 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def as_config_error() -> Iterator[None]:
+def as_config_error(what: str = "") -> Iterator[None]:
     """Turns ValueError and NotImplementedError into ConfigError, which is shown without traceback.
 
-    Use it only around code whose arguments are all settings: other errors need a traceback.
+    With ``what``, which says what cannot be done with a setting, turns OSError. Use it only around
+    code whose arguments are all settings: other errors need a traceback.
     """
+    kinds = (OSError,) if what else (ValueError, NotImplementedError)
     try:
         yield
     except ConfigError:
         raise
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def os_error_as_config_error(what: str) -> Iterator[None]:
-    """Turns OSError into ConfigError; ``what`` names the setting and says what is impossible."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{what}: {error}") from error
+    except kinds as error:
+        raise ConfigError(f"{what}: {error}" if what else str(error)) from error
 
 
 def expect_multiple(name: str, value: int, number: int, what: str) -> None:

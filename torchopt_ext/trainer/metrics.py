@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchopt_ext.trainer import metric_writers as to
-from torchopt_ext.trainer.config import JobConfig, os_error_as_config_error
+from torchopt_ext.trainer.config import JobConfig, as_config_error
 from torchopt_ext.trainer.distributed import choose_device
 from torchopt_ext.trainer.measures import DeviceMemoryMonitor, get_peak_flops
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -159,7 +159,7 @@ def _build_writers(job_config: JobConfig, parallel_dims: ParallelDims) -> list[t
         bar = config.progress_bar == "on" or (config.progress_bar == "auto" and terminal)
         colored = terminal and not config.disable_color_printing
         writers.append(to.ProgressBar(job_config.training.steps) if bar else to.Lines(colored))
-    with os_error_as_config_error("files for [metrics] cannot be opened"):
+    with as_config_error("files for [metrics] cannot be opened"):
         if config.enable_wandb:
             writers.append(to.WeightsAndBiases(run, job_config.to_dict()))
         if config.enable_tensorboard:

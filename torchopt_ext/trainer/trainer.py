@@ -23,7 +23,6 @@ from torchopt_ext.trainer.config import (
     ConfigError,
     JobConfig,
     as_config_error,
-    os_error_as_config_error,
 )
 from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.forward_pass import ForwardPass, Validator
@@ -377,12 +376,12 @@ class Trainer(Stateful):
 def _prepare_folder(job_config: JobConfig) -> None:
     """Creates the dump folder, and writes the settings into a file if the job says so."""
     folder = Path(job_config.job.dump_folder)
-    with os_error_as_config_error("job.dump_folder cannot be created"):
+    with as_config_error("job.dump_folder cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if job_config.job.save_config_file and dist.get_rank() == 0:
         file = folder / job_config.job.save_config_file
         text = json.dumps(job_config.to_dict(), indent=2, default=str)  # an extension's types
-        with os_error_as_config_error("job.save_config_file cannot be written"):
+        with as_config_error("job.save_config_file cannot be written"):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
 

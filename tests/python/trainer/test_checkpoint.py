@@ -30,9 +30,10 @@ from torchopt_ext.statedict.dcp import Reader
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states
 from torchopt_ext.trainer.config import ConfigError, Parallelism
+from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.export import export_safetensors
 
-from ...distributed.checkpoint_job import Job, differences, reseed_all
+from ...distributed.checkpoint_job import Job, differences
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -65,11 +66,11 @@ def halves(tensors: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict
 def test_a_resumed_job_has_the_same_bits(tmp_path: Path, kind: str, mode: str) -> None:
     """Training continues at once, so a copy taken after the call would have later values."""
     settings = {**KINDS[kind], "async_mode": mode}
-    reseed_all(5)
+    seed_generators(5)
     undisturbed = Job(tmp_path, **settings).train(until=7)
     undisturbed.close()
     for step in (4, -1):
-        reseed_all(6)
+        seed_generators(6)
         resumed = Job(tmp_path, seed=1, **settings | {"load_only": True}).resume(step)
         assert resumed.step == (4 if step == 4 else 6)
         assert differences(resumed.train(until=7).contents(), undisturbed.contents()) == []

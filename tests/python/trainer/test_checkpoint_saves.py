@@ -17,8 +17,9 @@ import torch
 
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states, checkpoint_writer
+from torchopt_ext.trainer.distributed import seed_generators
 
-from ...distributed.checkpoint_job import Job, differences, reseed_all
+from ...distributed.checkpoint_job import Job, differences
 from .test_checkpoint import both_modes, damage, folder_of
 
 pytestmark = [
@@ -150,7 +151,7 @@ def go_back(folder: Path, step: int, until: int, **settings: Any) -> Job:
 
 def test_a_step_is_saved_again_after_going_back(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=4).resume(2)
-    reseed_all(5)
+    seed_generators(5)
     job.train(until=4)
     assert differences(Job(tmp_path, seed=1).resume(4).contents(), job.contents()) == []
 
