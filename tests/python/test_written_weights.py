@@ -27,7 +27,8 @@ from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardCon
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-from ..distributed.rank_cases import counted_calls
+from ..support.compare import assert_same_bits
+from ..support.ranks import counted_calls
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -63,25 +64,18 @@ CLASSES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def load(model: nn.Module) -> None:
-    model.load_state_dict({name: p * 1.5 for name, p in model.state_dict().items()})
-
-
 def mask(model: nn.Module) -> None:
     for p in model.parameters():
         p[::2] *= 0.0
 
 
-def rows(model: nn.Module) -> None:
-    next(model.parameters())[1:3].fill_(0.25)
-
-
-def exchange(model: nn.Module) -> None:
+def exchange(model: nn.Module, between: Callable[[], object] = lambda: None) -> None:
     """As for an evaluation with averaged weights."""
-    own = [p.detach().clone() for p in model.parameters()]
+    usual = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.copy_(0.7 * p + 0.1)
-    for p, value in zip(model.parameters(), own, strict=True):
+    between()
+    for p, value in zip(model.parameters(), usual, strict=True):
         p.copy_(value)
 
 
@@ -94,16 +88,6 @@ def other_optimizer(kernel: str) -> Callable[[nn.Module], None]:
         model.zero_grad()
 
     return step
-
-
-def read_into_state_dict(model: nn.Module) -> None:
-    """As torch.distributed.checkpoint.load reads."""
-    for value in get_model_state_dict(model).values():
-        local_tensor(value).mul_(0.5)
-
-
-def foreach(model: nn.Module) -> None:
-    torch._foreach_mul_([*model.parameters()], 0.5)
 
 
 def replace_memory(model: nn.Module) -> None:
@@ -123,19 +107,24 @@ def replace_memory_at_its_address(model: nn.Module) -> None:
         p.data = memory.mul_(-1.25)
 
 
-WRITES: dict[str, Callable[[nn.Module], None]] = {
-    "load_state_dict": load,
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: p * 1.5 for name, p in model.state_dict().items()}
+    ),
     "clamp_": lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()],
     "mask": mask,
-    "rows": rows,
+    "rows": lambda model: next(model.parameters())[1:3].fill_(0.25),
     "exchange": exchange,
     "optimizer": other_optimizer("for-loop"),
     "foreach optimizer": other_optimizer("foreach"),
     "fused optimizer": other_optimizer("fused"),
-    "state dict": read_into_state_dict,
+    "state dict": lambda model: [  # as torch.distributed.checkpoint.load reads
+        local_tensor(value).mul_(0.5) for value in get_model_state_dict(model).values()
+    ],
+    "shard": lambda model: [local_tensor(p).mul_(0.5) for p in model.parameters()],
     "detach": lambda model: [p.detach().neg_() for p in model.parameters()],
     "init": lambda model: [nn.init.constant_(p, 0.5) for p in model.parameters()],
-    "foreach": foreach,
+    "foreach": lambda model: torch._foreach_mul_([*model.parameters()], 0.5),
     "memory": replace_memory,
     "address": replace_memory_at_its_address,
     "vector": replace_memory_by_vector,
@@ -147,6 +136,7 @@ class Job:
     """A small bf16 model and one of the optimizers, trained by gradients that bf16 holds."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.kind = kind
         generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(dtype)
         for p in self.model.parameters():
@@ -162,33 +152,41 @@ class Job:
             loss = torch.zeros(())
             for p in self.model.parameters():
                 factors = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
-                local = p.to_local() if isinstance(p, DTensor) else p
-                loss = loss + (local * factors).sum().float()
+                shard = p.to_local() if isinstance(p, DTensor) else p
+                loss = loss + (shard * factors).sum().float()
             getattr(self.optimizer, "backward", Tensor.backward)(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        params = self.model.parameters()
-        return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+        return [local_tensor(p).detach().clone() for p in self.model.parameters()]
+
+    def saved(self) -> Any:
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict()
+        return self.optimizer.state_dict()
 
     def masters(self) -> list[Tensor]:
         """Returns the masters as the state dict has them."""
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.consolidate_state_dict()
-        saved = self.optimizer.state_dict()
+        saved = self.saved()
         if isinstance(self.optimizer, FSDPadaptOptimizer):
-            found = [w for group in saved["flat_fp32_weights"].values() for w in group]
+            masters = [w for group in saved["flat_fp32_weights"].values() for w in group]
         elif "state" in saved:
-            found = [saved["state"][i]["master_weight"] for i in sorted(saved["state"])]
+            masters = [saved["state"][i]["master_weight"] for i in sorted(saved["state"])]
         else:
             names = [name for name, _ in self.model.named_parameters()]
-            found = [saved[f"state.{name}.master_weight"] for name in names]
-        return [(w.to_local() if isinstance(w, DTensor) else w).clone() for w in found]
+            masters = [saved[f"state.{name}.master_weight"] for name in names]
+        return [local_tensor(w).clone() for w in masters]
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def assert_train_alike(*jobs: Job) -> None:
+    """Asserts that the jobs have the same bits after two more steps."""
+    for job in jobs:
+        job.steps = jobs[-1].steps
+        job.step(2)
+    for job in jobs[:-1]:
+        assert_same_bits(job.weights(), jobs[-1].weights())
+        assert_same_bits(job.masters(), jobs[-1].masters())
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -214,10 +212,8 @@ def test_a_write_takes_effect_where_it_was_made(write: str, kind: str) -> None:
     fresh.optimizer.refresh_masters(
         from_=dict(zip(fresh.model.parameters(), expected, strict=True))
     )
-    for one in (job, fresh, torchs):
-        one.step(2)
-    assert_same_bits(job.weights(), fresh.weights())
-    assert_same_bits(job.masters(), fresh.masters())
+    torchs.step(2)
+    assert_train_alike(job, fresh)
     torch.testing.assert_close(
         [w.float() for w in job.weights()], torchs.weights(), rtol=0.02, atol=0.02
     )
@@ -229,7 +225,7 @@ def test_writes_of_the_library_are_no_writes_of_user_code(kind: str) -> None:
     once."""
     job = Job(kind)
     job.step(2)
-    saved = saved_state(job)
+    saved = copy.deepcopy(job.saved())
     with counted_calls(torch.ops.aten.where.self) as passes:
         job.step(2)
         assert not passes
@@ -243,69 +239,69 @@ def test_writes_of_the_library_are_no_writes_of_user_code(kind: str) -> None:
         assert len(passes) == 1
 
 
-def saved_state(job: Job) -> Any:
-    if isinstance(job.optimizer, ZeroRedundancyOptimizer):
-        job.optimizer.consolidate_state_dict()
-    return copy.deepcopy(job.optimizer.state_dict())
+def copied(job: Job) -> None:
+    job.model, job.optimizer = copy.deepcopy((job.model, job.optimizer))
 
 
-SINGLE = [kind for kind in CLASSES if "container" not in kind and "backward" not in kind]
+def pickled(job: Job) -> None:
+    job.model, job.optimizer = pickle.loads(pickle.dumps((job.model, job.optimizer)))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SINGLE if "DTensor" not in kind])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_of_an_optimizer_knows_of_writes_before_it(kind: str, copied: Any) -> None:
-    if "ZeRO" in kind and copied is not copy.deepcopy:
-        pytest.skip("cannot be pickled")
-    job = Job(kind)
-    job.step(2)
-    with torch.no_grad():
-        mask(job.model)
-    other = Job(kind)
-    other.model, other.optimizer = copied((job.model, job.optimizer))
-    other.steps = job.steps
-    for one in (job, other):
-        one.step(2)
-    assert_same_bits(other.weights(), job.weights())
-    assert_same_bits(other.masters(), job.masters())
+def offloaded(job: Job) -> None:
+    """By hand, as frameworks do it: the tensors are replaced, not their memory."""
+    for entry in job.optimizer.state.values():
+        entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
 
 
-@pytest.mark.parametrize("kind", SINGLE)
-@pytest.mark.parametrize("first", ["weights", "optimizer"])
-def test_weights_and_masters_are_loaded_in_either_order(first: str, kind: str) -> None:
-    """Weights that were written after the last step are saved with masters that fit them."""
-    job, resumed = Job(kind), Job(kind)
-    job.step(2)
-    with torch.no_grad():
-        mask(job.model)
-    weights, state = copy.deepcopy(job.model.state_dict()), saved_state(job)
-    resumed.step(1)
+def resumed(job: Job, first: str) -> None:
+    weights, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.saved())
+    other = Job(job.kind)
+    other.step(1)
     loads = [
-        lambda: resumed.model.load_state_dict(weights),
-        lambda: resumed.optimizer.load_state_dict(state),
+        lambda: other.model.load_state_dict(weights),
+        lambda: other.optimizer.load_state_dict(state),
     ]
     for load in loads if first == "weights" else loads[::-1]:
         load()
-    resumed.steps = job.steps
-    for one in (job, resumed):
+    job.model, job.optimizer = other.model, other.optimizer
+
+
+SINGLE = [kind for kind in CLASSES if "container" not in kind and "backward" not in kind]
+UNSHARDED = [kind for kind in SINGLE if "DTensor" not in kind]
+AFTER_A_WRITE: dict[str, tuple[list[str], Callable[[Job], None]]] = {
+    "copied": (UNSHARDED, copied),
+    "pickled": ([kind for kind in UNSHARDED if "ZeRO" not in kind], pickled),
+    "offloaded": (["FusedAdamW"], offloaded),
+    "resumed, weights first": (SINGLE, lambda job: resumed(job, "weights")),
+    "resumed, optimizer first": (SINGLE, lambda job: resumed(job, "optimizer")),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"), [(w, kind) for w, (kinds, _) in AFTER_A_WRITE.items() for kind in kinds]
+)
+def test_what_comes_after_a_write_keeps_it(what: str, kind: str) -> None:
+    job, stayed = Job(kind), Job(kind)
+    for one in (job, stayed):
         one.step(2)
-    assert_same_bits(resumed.weights(), job.weights())
-    assert_same_bits(resumed.masters(), job.masters())
+        with torch.no_grad():
+            mask(one.model)
+    AFTER_A_WRITE[what][1](job)
+    assert_train_alike(job, stayed)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if "adapted" not in kind])
-@pytest.mark.parametrize("resumed", ["live", "fresh"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["live", "fresh"])
 @pytest.mark.parametrize("first", ["weights", "optimizer"])
 def test_weights_that_loaded_masters_do_not_round_to_are_kept(
-    first: str, resumed: str, kind: str
+    first: str, fresh: bool, kind: str
 ) -> None:
     """As averaged weights that are loaded with the optimizer's checkpoint."""
     job = Job(kind)
     job.step(2)
-    state = saved_state(job)
+    state = copy.deepcopy(job.saved())
     averaged = {name: 0.9 * p for name, p in job.model.state_dict().items()}
-    if resumed == "fresh":
-        job = Job(kind)
+    job = Job(kind) if fresh else job
     loads = [
         lambda: job.model.load_state_dict(averaged),
         lambda: job.optimizer.load_state_dict(state),
@@ -326,17 +322,9 @@ def test_a_state_dict_leaves_masters_to_the_step(kind: str) -> None:
     job, stayed = Job(kind), Job(kind)
     for one in (job, stayed):
         one.step(2)
-    own = [p.detach().clone() for p in job.model.parameters()]
     with torch.no_grad():
-        for p in job.model.parameters():
-            p.copy_(0.7 * p + 0.1)
-        job.masters()
-        for p, value in zip(job.model.parameters(), own, strict=True):
-            p.copy_(value)
-    for one in (job, stayed):
-        one.step(2)
-    assert_same_bits(job.weights(), stayed.weights())
-    assert_same_bits(job.masters(), stayed.masters())
+        exchange(job.model, job.masters)
+    assert_train_alike(job, stayed)
 
 
 @pytest.mark.parametrize("kind", ["FusedAdamW", "DTensor"])
@@ -353,11 +341,7 @@ def test_a_checkpoint_is_read_into_a_state_dict_of_written_weights(kind: str) ->
         for key, value in entry.items():
             local_tensor(value).copy_(local_tensor(saved["state"][name][key]))
     set_optimizer_state_dict(job.model, job.optimizer, read)
-    job.steps = stayed.steps
-    for one in (job, stayed):
-        one.step(2)
-    assert_same_bits(job.weights(), stayed.weights())
-    assert_same_bits(job.masters(), stayed.masters())
+    assert_train_alike(job, stayed)
 
 
 def test_masters_that_exist_before_weights_are_loaded() -> None:
@@ -365,20 +349,5 @@ def test_masters_that_exist_before_weights_are_loaded() -> None:
     job, fresh = Job("FusedAdamW"), Job("FusedAdamW")
     job.optimizer.init_state()
     for one in (job, fresh):
-        load(one.model)
-        one.step(2)
-    assert_same_bits(job.masters(), fresh.masters())
-
-
-def test_offloaded_masters_follow_weights() -> None:
-    """By hand, as frameworks do it: the tensors are replaced, not their memory."""
-    job, stayed = Job("FusedAdamW"), Job("FusedAdamW")
-    for one in (job, stayed):
-        one.step(2)
-        with torch.no_grad():
-            mask(one.model)
-    for entry in job.optimizer.state.values():
-        entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
-    for one in (job, stayed):
-        one.step(2)
-    assert_same_bits(job.masters(), stayed.masters())
+        WRITES["load_state_dict"](one.model)
+    assert_train_alike(job, fresh)
