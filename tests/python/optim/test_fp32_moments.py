@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from torchopt_ext import FusedAdam, FusedAdamW, ZeroRedundancyOptimizer, param_groups
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
@@ -27,6 +29,7 @@ SCALES = {m.scale: m.name for m in ADAM.moments}
 
 pytestmark = pytest.mark.newest_torch
 INT8: dict[str, Any] = {"lr": 1e-2, "state_dtype": "int8"}
+MATRICES = ["tok.weight", "bag.weight", "body.weight"]
 
 
 class Model(nn.Module):
@@ -48,28 +51,31 @@ def train(model: nn.Module, optimizer: Any, *seeds: int) -> None:
 
 def eight_bits(model: nn.Module, optimizer: Any) -> list[str]:
     """Names the parameters with 8-bit moments and scales; the others must have only float32."""
-    found = []
+    names = []
     for name, param in model.named_parameters():
         state = optimizer.state[param]
         coded = CODES.keys() <= state.keys()
         expected = CODES if coded else dict.fromkeys(CODES_OF, torch.float32)
         assert {k: v.dtype for k, v in state.items() if k in (*CODES, *CODES_OF)} == expected
         assert coded == (SCALES.keys() <= state.keys()) == bool(SCALES.keys() & state.keys())
-        found += [name] * coded
-    return found
+        names += [name] * coded
+    return names
+
+
+LISTS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda model: model.parameters(),
+    "names": lambda model: model.named_parameters(),
+    "groups": param_groups,
+}
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedAdamW])
-@pytest.mark.parametrize("how", ["parameters", "names", "groups"])
+@pytest.mark.parametrize("how", LISTS)
 def test_embeddings_keep_them_by_default(
     how: str, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, objects, searches = Model(), gc.get_objects, []
-    params: Any = {
-        "parameters": model.parameters(),
-        "names": model.named_parameters(),
-        "groups": param_groups(model),
-    }[how]
+    params = LISTS[how](model)
     monkeypatch.setattr(gc, "get_objects", lambda: searches.append(how) or objects())
     optimizer = cls(params, **INT8)
     train(model, optimizer, 1)
@@ -79,32 +85,28 @@ def test_embeddings_keep_them_by_default(
 
 @pytest.mark.parametrize("master", [None, "fp32", "remainder8"])
 def test_no_other_bit_changes(master: str | None) -> None:
-    def run(**options: Any) -> tuple[Model, FusedAdamW]:
-        model = Model()
-        if master is not None:
-            model = model.bfloat16()
+    def run(**options: Any) -> tuple[dict[str, Any], FusedAdamW]:
+        model = Model() if master is None else Model().bfloat16()
         options = {"master_weights": master, "max_grad_norm": 1.0, **options}
         optimizer = FusedAdamW(model.parameters(), lr=1e-2, **options)
         train(model, optimizer, 1, 2, 3)
-        return model, optimizer
+        return dict(model.named_parameters()), optimizer
 
-    model, optimizer = run(state_dtype="int8")
+    params, optimizer = run(state_dtype="int8")
     for options, names in (
         ({"state_dtype": "int8", "fp32_moments": ()}, ["body.weight", "body.bias"]),
         ({"state_dtype": torch.float32}, ["tok.weight", "bag.weight", "body.bias"]),
     ):
-        other, expected = run(**options)
-        theirs = dict(other.named_parameters())
-        for name, param in model.named_parameters():
-            if name in names:
-                assert_same_bits([param], [theirs[name]])
-                assert_same(optimizer.state[param], expected.state[theirs[name]])
+        others, expected = run(**options)
+        for name in names:
+            assert_same_bits([params[name]], [others[name]])
+            assert_same(optimizer.state[params[name]], expected.state[others[name]])
 
 
 @pytest.mark.parametrize(
     ("chosen", "coded"),
     [
-        ((), ["tok.weight", "bag.weight", "body.weight"]),
+        ((), MATRICES),
         (("body",), ["tok.weight", "bag.weight"]),
         (["embedding", "^bo"], []),
         ({"k.w"}, ["bag.weight", "body.weight"]),
@@ -115,6 +117,9 @@ def test_patterns(chosen: Any, coded: list[str]) -> None:
     optimizer = FusedAdamW(model.named_parameters(), **INT8, fp32_moments=chosen)
     train(model, optimizer, 1)
     assert eight_bits(model, optimizer) == coded
+    if any(pattern != "embedding" for pattern in chosen):
+        with pytest.raises(ValueError, match=r"pattern .*, but the parameters have no names"):
+            FusedAdamW(model.parameters(), **INT8, fp32_moments=chosen)
 
 
 def test_parameters_themselves_and_groups_that_come_later() -> None:
@@ -129,16 +134,14 @@ def test_parameters_themselves_and_groups_that_come_later() -> None:
 @pytest.mark.parametrize("loads", [False, True])
 def test_parameters_that_are_replaced_in_groups(loads: bool) -> None:
     """An embedding whose weight is replaced after building, as Accelerate does for FSDP2."""
-    model = Model()
+    model, other = Model(), Model(1)
     optimizer = FusedAdamW(model.named_parameters(), **INT8)
-    other = Model(1)
     source = FusedAdamW(other.parameters(), **INT8)
     train(other, source, 0)
-    for holder, name in ((model.bag, "weight"), (model.body, "weight")):
-        old = getattr(holder, name)
-        setattr(holder, name, nn.Parameter(old.detach().clone()))
-        params = optimizer.param_groups[0]["params"]
-        params[[p is old for p in params].index(True)] = getattr(holder, name)
+    params = optimizer.param_groups[0]["params"]
+    for module in (model.bag, model.body):
+        position = [p is module.weight for p in params].index(True)
+        params[position] = module.weight = nn.Parameter(module.weight.detach().clone())
     if loads:
         optimizer.load_state_dict(source.state_dict())
     train(model, optimizer, 1)
@@ -150,97 +153,81 @@ def test_parameters_that_are_replaced_in_groups(loads: bool) -> None:
 def test_an_embedding_with_the_id_of_a_freed_parameter() -> None:
     optimizer = FusedAdamW([nn.Parameter(torch.ones(9, 70))], **INT8)
     (freed,) = map(id, optimizer.param_groups[0].pop("params"))
-    made = [nn.Embedding(9, 70)]
-    while id(made[-1].weight) != freed and len(made) < 1000:
-        made.append(nn.Embedding(9, 70))
-    optimizer.param_groups[0]["params"] = [made[-1].weight]
-    train(made[-1], optimizer, 0)
-    assert eight_bits(made[-1], optimizer) == []
+    modules = [nn.Embedding(9, 70)]
+    while id(modules[-1].weight) != freed and len(modules) < 1000:
+        modules.append(nn.Embedding(9, 70))
+    optimizer.param_groups[0]["params"] = [modules[-1].weight]
+    train(modules[-1], optimizer, 0)
+    assert eight_bits(modules[-1], optimizer) == []
 
 
 def test_copies_keep_the_choice() -> None:
     model = Model()
     optimizer = FusedAdamW(model.named_parameters(), **INT8)
     train(model, optimizer, 1)
-    copied_model, copied = copy.deepcopy((model, optimizer))
     file = io.BytesIO()
     torch.save((model, optimizer), file)
     file.seek(0)
-    loaded_model, loaded = torch.load(file, weights_only=False)
-    for other, own in ((copied_model, copied), (loaded_model, loaded)):
-        own.state.clear()
-        train(other, own, 2)
-        assert eight_bits(other, own) == ["body.weight"]
+    for other, copied in (copy.deepcopy((model, optimizer)), torch.load(file, weights_only=False)):
+        copied.state.clear()
+        train(other, copied, 2)
+        assert eight_bits(other, copied) == ["body.weight"]
         late = nn.Embedding(3, 64)
-        own.add_param_group({"params": [("late", late.weight)]})
-        late.weight.grad = torch.ones(3, 64)
-        own.step()
-        assert own.state[late.weight]["exp_avg"].dtype == torch.float32
-
-
-def test_patterns_need_names_and_groups_cannot_choose() -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=r"pattern 'tok', but the parameters have no names"):
-        FusedAdamW(model.parameters(), **INT8, fp32_moments=["tok"])
-    with pytest.raises(ValueError, match="fp32_moments: arguments of FusedAdamW for all its"):
-        FusedAdamW([{"params": [model.tok.weight], "fp32_moments": ()}], **INT8)
+        copied.add_param_group({"params": [("late", late.weight)]})
+        train(late, copied, 3)
+        assert copied.state[late.weight]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("chosen", [("embedding",), (), ("body", "tok")], ids=str)
 @pytest.mark.parametrize("options", [{}, {"master_weights": "remainder8"}], ids=str)
 def test_the_estimate_is_what_a_step_allocates(chosen: Any, options: dict[str, Any]) -> None:
-    model = Model().to(torch.bfloat16 if options else torch.float32)
+    dtype = torch.bfloat16 if options else torch.float32
     options = {**options, "state_dtype": "int8", "fp32_moments": chosen}
+    model = Model().to(dtype)
     with torch.device("meta"):
-        meta = Model().to(torch.bfloat16 if options.get("master_weights") else torch.float32)
+        meta = Model().to(dtype)
     optimizer = FusedAdamW(model.named_parameters(), **options)
     train(model, optimizer, 1)
-    moments = sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name.startswith("exp_avg")
-    )
+    entries = [entry for state in optimizer.state.values() for entry in state.items()]
+    moments = sum(value.nbytes for name, value in entries if name.startswith("exp_avg"))
     for source in (model, meta):
         (rank,) = FusedAdamW.estimate(source.named_parameters(), **options)
         assert rank.moments == moments
-        shards = FusedAdamW.estimate(
-            source.named_parameters(), sharding="zero1", world_size=2, **options
-        )
+        sharding: dict[str, Any] = {"sharding": "zero1", "world_size": 2}
+        shards = FusedAdamW.estimate(source.named_parameters(), **sharding, **options)
         assert sum(shard.moments for shard in shards) == moments
-
-
-def test_an_estimate_of_a_generator_counts_its_parameters() -> None:
-    model = Model()
     assert FusedAdamW.estimate(model.parameters()) == FusedAdamW.estimate([*model.parameters()])
-    assert FusedAdamW.estimate(model.parameters())[0].moments > 0
 
 
-def test_containers_find_embeddings_and_names_of_their_parts() -> None:
-    for made in (OptimizersContainer, OptimizersInBackwardContainer):
-        for chosen, coded in (
-            ({}, [["body.weight"], ["body.weight"]]),
-            ({"fp32_moments": ["head"]}, [["bag.weight", "body.weight"]] * 2),
-            ({"fp32_moments": ()}, [["tok.weight", "bag.weight", "body.weight"]] * 2),
-        ):
-            parts: list[nn.Module] = [Model(1), Model(2)]
-            container = made(parts, FusedAdamW, {**INT8, **chosen})
-            for optimizer in container.optimizers:
-                optimizer.init_state()
-            assert [eight_bits(part, container) for part in parts] == coded
-    container = OptimizersContainer([nn.Linear(64, 2)], FusedAdamW, {**INT8, "process_group": None})
-    with pytest.raises(ValueError, match="no parameter has a name with 'emb'"):
-        OptimizersContainer([nn.Linear(64, 2)], FusedAdamW, {**INT8, "fp32_moments": ["emb"]})
+@pytest.mark.parametrize("cls", [OptimizersContainer, OptimizersInBackwardContainer])
+@pytest.mark.parametrize(
+    ("chosen", "coded"),
+    [
+        ({}, MATRICES[2:]),
+        ({"fp32_moments": ["head"]}, MATRICES[1:]),
+        ({"fp32_moments": ()}, MATRICES),
+    ],
+)
+def test_containers_find_embeddings_and_names_of_their_parts(
+    cls: Any, chosen: dict[str, Any], coded: list[str]
+) -> None:
+    parts: list[nn.Module] = [Model(1), Model(2)]
+    container = cls(parts, FusedAdamW, {**INT8, **chosen})
+    for optimizer in container.optimizers:
+        optimizer.init_state()
+    assert [eight_bits(part, container) for part in parts] == [coded] * 2
 
 
-def test_a_container_sees_names_without_wrappers() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def test_names_in_containers() -> None:
+    """They are those without wrappers, and a pattern must match one."""
     model = nn.ModuleDict({"layers": nn.ModuleList([checkpoint_wrapper(nn.Linear(64, 3))])})
     options = {**INT8, "fp32_moments": [r"layers\.0\.weight"]}
     container = OptimizersContainer([model], FusedAdamW, options)
     container.optimizers[0].init_state()
     assert eight_bits(model, container) == []
+    OptimizersContainer([nn.Linear(64, 2)], FusedAdamW, {**INT8, "process_group": None})
+    with pytest.raises(ValueError, match="no parameter has a name with 'emb'"):
+        OptimizersContainer([nn.Linear(64, 2)], FusedAdamW, {**INT8, "fp32_moments": ["emb"]})
 
 
 def test_small_parameters_are_stepped_in_backward_as_after_it() -> None:
@@ -254,9 +241,9 @@ def test_small_parameters_are_stepped_in_backward_as_after_it() -> None:
             model(torch.arange(9)).square().mean().backward()
             container.step()
             container.zero_grad()
-    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert_same_bits([own], [other])
-        assert_same(after.state[own], inside.state[other])
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert_same_bits([p], [q])
+        assert_same(after.state[p], inside.state[q])
 
 
 LOADS: dict[str, Any] = {
@@ -278,63 +265,61 @@ LOADS: dict[str, Any] = {
 def test_states_load_with_other_choices(
     saved: Any, kept: Any, contained: bool, way: str, tmp_path: Path
 ) -> None:
-    def made(model: nn.Module, chosen: Any) -> Any:
+    def build(model: nn.Module, chosen: Any) -> Any:
         options = {**INT8, "fp32_moments": chosen}
         if contained:
             return OptimizersContainer([model], FusedAdamW, options)
         return FusedAdamW(model.parameters(), **options)
 
     model, other = Model(), Model()
-    source, target = made(model, saved), made(other, kept)
+    source, target = build(model, saved), build(other, kept)
     train(model, source, 1, 2)
     other.load_state_dict(model.state_dict())
     LOADS[way](target, source, tmp_path / "checkpoint")
-    train(other, target, 3)
-    expected = ["tok.weight", "bag.weight", "body.weight"] if kept == () else ["body.weight"]
-    assert eight_bits(other, target) == expected
-    train(model, source, 3)
     names = dict(other.named_parameters())
+    train(other, target, 3)
+    assert eight_bits(other, target) == (MATRICES if kept == () else ["body.weight"])
+    train(model, source, 3)
     for name, param in model.named_parameters():
-        same = saved == kept or name.startswith("body")
-        state, loaded = source.state[param], target.state[names[name]]
-        if same:
+        if saved == kept or name.startswith("body"):
             assert_same_bits([param], [names[name]])
-            assert_same(state, loaded)
+            assert_same(source.state[param], target.state[names[name]])
         else:
             torch.testing.assert_close(param, names[name], rtol=0, atol=2e-2)
-            assert loaded["step"] == 3
+            assert target.state[names[name]]["step"] == 3
 
 
-def test_the_conversion_is_that_of_other_dtypes() -> None:
-    """Moments convert between 8 bits and float32 as in loads that change state_dtype."""
-    for saved, kept, like in (
+@pytest.mark.parametrize(
+    ("saved", "kept", "like"),
+    [
         ((), ("embedding",), {"state_dtype": torch.float32}),
         (("embedding",), (), {"state_dtype": "int8", "fp32_moments": ()}),
-    ):
-        model = Model()
-        source = FusedAdamW(model.parameters(), **INT8, fp32_moments=saved)
-        train(model, source, 1)
-        target = FusedAdamW(model.parameters(), **INT8, fp32_moments=kept)
-        expected = FusedAdamW(model.parameters(), lr=1e-2, **like)
-        for optimizer in (target, expected):
-            optimizer.load_state_dict(source.state_dict())
-        for param in (model.tok.weight, model.bag.weight):
-            assert_same(target.state[param], expected.state[param])
+    ],
+)
+def test_the_conversion_is_that_of_other_dtypes(saved: Any, kept: Any, like: Any) -> None:
+    model = Model()
+    source = FusedAdamW(model.parameters(), **INT8, fp32_moments=saved)
+    train(model, source, 1)
+    target = FusedAdamW(model.parameters(), **INT8, fp32_moments=kept)
+    expected = FusedAdamW(model.parameters(), lr=1e-2, **like)
+    for optimizer in (target, expected):
+        optimizer.load_state_dict(source.state_dict())
+    for param in (model.tok.weight, model.bag.weight):
+        assert_same(target.state[param], expected.state[param])
 
 
-def test_zero_passes_it_on(one_rank: None) -> None:
-    for chosen, coded in (
-        ({}, ["body.weight"]),
-        ({"fp32_moments": ("tok",)}, ["bag.weight", "body.weight"]),
-    ):
-        model = Model()
-        named: Any = [*model.named_parameters()]
-        zero = ZeroRedundancyOptimizer(named[:2], FusedAdamW, **INT8, **chosen)
-        zero.add_param_group({"params": named[2:]})
-        train(model, zero, 1)
-        assert eight_bits(model, zero.optim) == coded
-        with pytest.raises(TypeError, match="fp32_moments is 'tok'"):
-            ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **INT8, fp32_moments="tok")
+@pytest.mark.parametrize(
+    ("chosen", "coded"), [({}, MATRICES[2:]), ({"fp32_moments": ("tok",)}, MATRICES[1:])]
+)
+def test_zero_passes_it_on(chosen: Any, coded: list[str], one_rank: None) -> None:
+    model = Model()
+    named: Any = [*model.named_parameters()]
+    zero = ZeroRedundancyOptimizer(named[:2], FusedAdamW, **INT8, **chosen)
+    zero.add_param_group({"params": named[2:]})
+    train(model, zero, 1)
+    assert eight_bits(model, zero.optim) == coded
+    with pytest.raises(TypeError, match="fp32_moments is 'tok'"):
+        ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **INT8, fp32_moments="tok")
 
 
 def test_torchs_state_dicts_go_both_ways() -> None:
@@ -344,8 +329,6 @@ def test_torchs_state_dicts_go_both_ways() -> None:
     stock = torch.optim.AdamW([model.tok.weight, model.bag.weight], lr=1e-2)
     saved = source.state_dict()
     group = {**saved["param_groups"][0], "params": [0, 1]}
-    stock.load_state_dict(
-        {"state": {i: saved["state"][i] for i in (0, 1)}, "param_groups": [group]}
-    )
-    moments: list[Tensor] = [stock.state[p]["exp_avg"] for p in stock.param_groups[0]["params"]]
-    assert [m.dtype for m in moments] == [torch.float32] * 2
+    state = {i: saved["state"][i] for i in (0, 1)}
+    stock.load_state_dict({"state": state, "param_groups": [group]})
+    assert {state["exp_avg"].dtype for state in stock.state.values()} == {torch.float32}
