@@ -48,26 +48,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def options_022(assets: Path, folder: Path) -> list[str]:
-    return [
-        *[f"--job.dump_folder={folder}", "--model.name=llama3", "--model.flavor=debugmodel"],
-        f"--model.hf_assets_path={assets / 'tokenizer'}",
-        *["--training.dataset=c4_test", f"--training.dataset_path={assets / 'data'}"],
-        *["--optimizer.implementation=fused", "--lr_scheduler.warmup_steps=2"],
-        *["--checkpoint.no-last_save_model_only", "--metrics.log_freq=1"],
-        f"--training.max_norm={MAX_NORM}",
-    ]
-
-
-def options_030(assets: Path, folder: Path) -> list[str]:
-    return [
-        *["--module=configs_030", f"--dump_folder={folder}"],
-        f"--hf_assets_path={assets / 'tokenizer'}",
-        f"--dataloader.dataset_path={assets / 'data'}",
-        *["--validator.no-enable", "--debug.no-enable_structured_logging"],
-    ]
-
-
 def config_030(name: str = "small") -> tuple[str, ...]:
     return (f"--config={name}",)
 
@@ -87,7 +67,10 @@ VERSIONS = {
     "0.2": Version(
         "train.py",
         "preload_022.py",
-        options_022,
+        (
+            *["--optimizer.implementation=fused", "--checkpoint.no-last_save_model_only"],
+            f"--training.max_norm={MAX_NORM}",
+        ),
         LAYOUTS
         | {
             "single accumulated": (1, ("--training.global_batch_size=4",)),
@@ -114,7 +97,7 @@ VERSIONS = {
     "0.3": Version(
         "train_030.py",
         "preload_030.py",
-        options_030,
+        (),
         LAYOUTS
         | {
             "pp": (
@@ -172,7 +155,7 @@ ONE_OR_FSDP = pytest.mark.parametrize("layout", [slow("single"), "fsdp"])
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: Any) -> Iterator[Runs]:
-    with torchtitan_runs(rank_server, TITAN, tmp_path_factory) as runs:
+    with torchtitan_runs(rank_server, version, TITAN, tmp_path_factory) as runs:
         yield runs
 
 

@@ -18,13 +18,12 @@ import torch
 
 from .rank_cases import difference
 from .replica_groups import Groups, replica_groups
-from .torchtitan_runs import OPTIONS, STEPS, read_metrics, require_torchtitan
+from .torchtitan_runs import HERE, STEPS, options_of, read_metrics, require_torchtitan
 
 pytest.importorskip("torchft")
 version = require_torchtitan("0.2.", "0.3.")
 pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent / "torchtitan_cpu"
 RUN_TIMEOUT = 240  # seconds; a run takes about 20 on an idle machine
 
 
@@ -33,30 +32,10 @@ class Version:
     """How to run a Trainer of one version."""
 
     script: str
-    options: Callable[[Path, Path], list[str]]  # from the assets and the group's folder
+    options: tuple[str, ...]
     kinds: dict[str, tuple[str, ...]]
     semi_sync: tuple[str, ...]  # options of LocalSGD and DiLoCo
     ranks: int  # ranks of a group with a quorum in every step
-
-
-def options_022(assets: Path, folder: Path) -> list[str]:
-    return [
-        *[f"--job.dump_folder={folder}", "--model.name=llama3", "--model.flavor=debugmodel"],
-        f"--model.hf_assets_path={assets / 'tokenizer'}",
-        *["--training.dataset=c4_test", f"--training.dataset_path={assets / 'data'}"],
-        *["--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1"],
-    ]
-
-
-def options_030(assets: Path, folder: Path) -> list[str]:
-    return [
-        *["--module=configs_030", f"--dump_folder={folder}"],
-        f"--hf_assets_path={assets / 'tokenizer'}",
-        f"--dataloader.dataset_path={assets / 'data'}",
-        *["--validator.no-enable", "--debug.no-enable_structured_logging"],
-        # Without checkpoints the manager has no state to send (experiments/torchft/checkpoint.py).
-        *["--checkpoint.enable", "--checkpoint.interval=100"],
-    ]
 
 
 INTEGRATION = "torchopt_ext.integrations.torchtitan_0_2"
@@ -64,7 +43,7 @@ SEMI_SYNC = ("--fault_tolerance.sync_steps=4",)
 VERSIONS = {
     "0.2": Version(
         "train_ft.py",
-        options_022,
+        (),
         {
             "stock": (),
             "ours": (f"--experimental.custom_import={INTEGRATION}",),
@@ -80,7 +59,8 @@ VERSIONS = {
     # model's state dict needs both ranks: its hook splits the fused weight of attention.
     "0.3": Version(
         "train_ft_030.py",
-        options_030,
+        # Without checkpoints the manager has no state to send (experiments/torchft/checkpoint.py).
+        ("--checkpoint.enable", "--checkpoint.interval=100"),
         {
             "stock": ("--config=fault_tolerant",),
             "ours": ("--config=fault_tolerant_ours",),
@@ -106,8 +86,8 @@ def start(
     """Starts one group as torchtitan does."""
     command = [
         *[sys.executable, str(HERE / TITAN.script)],
-        *TITAN.options(assets, run.folder / str(group)),
-        *[*OPTIONS, "--training.max_norm=0.1"],
+        *options_of(version, assets, run.folder / str(group)),
+        *[*TITAN.options, "--training.max_norm=0.1"],
         *["--checkpoint.no-enable_ft_dataloader_checkpoints", "--fault_tolerance.enable"],
         *[f"--fault_tolerance.replica_id={group}", "--fault_tolerance.group_size=2", *options],
     ]

@@ -44,13 +44,30 @@ def require_torchtitan(*generations: str) -> str:
     return version
 
 
+def options_of(version: str, assets: Path, folder: Path) -> list[str]:
+    """Returns options of a run that writes to a folder: the model, tokenizer and data."""
+    if version.startswith("0.2."):
+        return [
+            *[f"--job.dump_folder={folder}", "--model.name=llama3", "--model.flavor=debugmodel"],
+            f"--model.hf_assets_path={assets / 'tokenizer'}",
+            *["--training.dataset=c4_test", f"--training.dataset_path={assets / 'data'}"],
+            *["--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", *OPTIONS],
+        ]
+    return [
+        *["--module=configs_030", f"--dump_folder={folder}"],
+        f"--hf_assets_path={assets / 'tokenizer'}",
+        f"--dataloader.dataset_path={assets / 'data'}",
+        *["--validator.no-enable", "--debug.no-enable_structured_logging", *OPTIONS],
+    ]
+
+
 @dataclass(frozen=True)
 class Version:
     """How to run the Trainer of one version.
 
     Attributes:
         script: in torchtitan_cpu; it records the metrics. ``preload`` imports torchtitan.
-        options: of a run that writes to the second folder, with tokenizer and data in the first.
+        options: of every run.
         layouts: the number of processes and options, by name.
         kinds: options by name: which containers, and how they are configured.
         entry: a moment's entry in checkpoints.
@@ -61,7 +78,7 @@ class Version:
 
     script: str
     preload: str
-    options: Callable[[Path, Path], list[str]]
+    options: tuple[str, ...]
     layouts: Mapping[str, tuple[int, tuple[str, ...]]]
     kinds: Mapping[str, tuple[str, ...]]
     entry: str
@@ -86,6 +103,7 @@ class Run:
 class Runs:
     """Starts runs of a version under `folder`, each once."""
 
+    titan: str  # torchtitan's version
     version: Version
     folder: Path
     start: Callable[..., str]
@@ -111,9 +129,9 @@ class Runs:
         checkpoints = folder / "checkpoint"
         checkpoints.mkdir(parents=True)
         ranks, parallelism = self.version.layouts[layout]
-        options = [*self.version.options(self.folder, folder), *parallelism, *OPTIONS]
-        options += ["--checkpoint.enable", f"--checkpoint.interval={SAVED}"]
-        options += self.version.kinds[kind]
+        options = options_of(self.titan, self.folder, folder)
+        options += ["--checkpoint.enable", f"--checkpoint.interval={SAVED}", *self.version.options]
+        options += [*parallelism, *self.version.kinds[kind]]
         if before:
             saved = before.checkpoints / f"step-{SAVED}"
             (checkpoints / saved.name).symlink_to(saved)
@@ -157,7 +175,7 @@ def assert_continues(resumed: Run, whole: Run, entry: str) -> None:
 
 @contextmanager
 def torchtitan_runs(
-    rank_server: Any, version: Version, tmp_path_factory: pytest.TempPathFactory
+    rank_server: Any, titan: str, version: Version, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Runs]:
     """Yields runs whose ranks are forked from a process that has imported torchtitan, and are on
     the CPU, without a network."""
@@ -173,7 +191,7 @@ def torchtitan_runs(
         for name, value in settings.items():
             patch.setitem(os.environ, name, value)
         with rank_server(f"torchtitan_cpu/{version.preload}") as start:
-            yield Runs(version, folder, start)
+            yield Runs(titan, version, folder, start)
     shutil.rmtree(folder)  # the checkpoints are some 70 MB each
 
 
