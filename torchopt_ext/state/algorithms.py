@@ -70,11 +70,11 @@ class Algorithm:
     @property
     def defaults(self) -> dict[str, Any]:
         """The default of each key of a group."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for hyper in self.hypers:
             value = hyper.default
-            found[hyper.key] = value if hyper.index < 0 else (*found.get(hyper.key, ()), value)
-        return found
+            values[hyper.key] = value if hyper.index < 0 else (*values.get(hyper.key, ()), value)
+        return values
 
     @property
     def may_lack(self) -> set[str]:
@@ -97,22 +97,18 @@ class Algorithm:
 
     def arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a group's values as arguments of the operator."""
-        given = {**self.defaults, **group}
+        values = {**self.defaults, **group}
         return {
-            hyper.name: given[hyper.key] if hyper.index < 0 else given[hyper.key][hyper.index]
+            hyper.name: values[hyper.key] if hyper.index < 0 else values[hyper.key][hyper.index]
             for hyper in self.hypers
             if hyper.in_operator
         }
 
 
-def _declared() -> dict[str, Algorithm]:
-    return {
-        name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states))
-        for name, (hypers, states) in _C.algorithms().items()
-    }
-
-
-ALGORITHMS = _declared()
+ALGORITHMS = {
+    name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states))
+    for name, (hypers, states) in _C.algorithms().items()
+}
 ADAM = ALGORITHMS["adam"]
 NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
 """The algorithm of each value that a group may have under "algorithm"."""
@@ -133,10 +129,10 @@ def defaults_of(name: str) -> dict[str, Any]:
     Groups lack what torch's groups lack, and Adam's groups the key "algorithm".
     """
     algorithm = algorithm_of({"algorithm": name})
-    found = {key: v for key, v in algorithm.defaults.items() if key not in algorithm.may_lack}
+    values = {key: v for key, v in algorithm.defaults.items() if key not in algorithm.may_lack}
     if name == "adamw":
-        return found | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
-    return found if algorithm is ADAM else found | {"algorithm": name}
+        return values | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
+    return values if algorithm is ADAM else values | {"algorithm": name}
 
 
 def keys_of(name: str) -> list[str]:
@@ -172,11 +168,11 @@ def numbers_of(group: Mapping[str, Any]) -> list[float]:
         TypeError, ValueError: a value is not a number or bool.
     """
     algorithm = algorithm_of(group)
-    given = {**algorithm.defaults, **group}
-    lr = given["lr"]
+    values = {**algorithm.defaults, **group}
+    lr = values["lr"]
     numbers = []
     for hyper in algorithm.hypers:
-        value = given[hyper.key]
+        value = values[hyper.key]
         if isinstance(hyper.default, bool):
             expect_bools(**{hyper.name: value})
         elif hyper.index < 0:

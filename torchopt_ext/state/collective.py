@@ -93,8 +93,8 @@ def all_gather_text(
         return [""] * len(lengths)
     padded = torch.frombuffer(data.ljust(max(lengths), b"\0"), dtype=torch.uint8)
     gathered = zip(all_gather(padded, group, what), lengths, strict=True)
-    found = [ctypes.string_at(part.data_ptr(), n) for part, n in gathered]
-    return [part.decode("utf-8", "surrogatepass") for part in found]
+    texts = [ctypes.string_at(part.data_ptr(), n) for part, n in gathered]
+    return [text.decode("utf-8", "surrogatepass") for text in texts]
 
 
 def raise_together(

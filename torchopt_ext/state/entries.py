@@ -88,7 +88,7 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def unwrapped(name: str) -> str:
     """Returns a parameter's name without the parts that wrappers add."""
-    return ".".join(own for own in name.split(".") if own not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def control_entry(fields: Mapping[str, float]) -> dict[str, Tensor]:
@@ -175,8 +175,8 @@ def shape_problem(value: Any, like: Tensor) -> str | None:
 
 def tensor_problem(value: Any, param: Tensor, dtype: torch.dtype | None = None) -> str | None:
     """Returns a problem unless a tensor is dense, has memory and is floating-point or ``dtype``."""
-    if found := shape_problem(value, param):
-        return found
+    if problem := shape_problem(value, param):
+        return problem
     local = local_tensor(value)
     fits = local.is_complex() if param.is_complex() else local.is_floating_point()
     if dtype is not None:

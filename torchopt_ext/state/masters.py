@@ -25,16 +25,16 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
     A remainder belongs to the parameter's present values. So a checkpoint's master is converted
     only here, shortly before a step, and not when it is loaded: the model may be loaded later.
     """
-    wanted = storage.master_of(param)
-    if wanted is not None and wanted not in state:
+    kept = storage.master_of(param)
+    if kept is not None and kept not in state:
         if MASTERS.keys() & state.keys():
             if remainder_of(state) is not None and param.dtype != torch.bfloat16:
                 raise ValueError(f"a remainder completes a bfloat16 parameter, not {param.dtype}")
             set_weight(param, state, weight_of(param, state), storage)
         else:
-            state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
+            state[kept] = torch.zeros_like(param, dtype=MASTERS[kept])
             refresh_master(param, state)
-    for other in MASTERS.keys() - {wanted}:
+    for other in MASTERS.keys() - {kept}:
         state.pop(other, None)
 
 
@@ -111,16 +111,16 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
         return
     local, exact = local_tensor(param), local_tensor(weight)
     copy_local_(local, exact)
-    wanted = storage.master_of(param)
-    for other in MASTERS.keys() - {wanted}:
+    kept = storage.master_of(param)
+    for other in MASTERS.keys() - {kept}:
         state.pop(other, None)
-    if wanted is None:
+    if kept is None:
         return
-    if wanted not in state:
-        state[wanted] = torch.zeros_like(param, dtype=MASTERS[wanted])
-    if wanted == MASTER:
+    if kept not in state:
+        state[kept] = torch.zeros_like(param, dtype=MASTERS[kept])
+    if kept == MASTER:
         copy_local_(state[MASTER], exact)
     else:
-        rounded, rest = split_master(exact.to(local.device, torch.float32), MASTERS[wanted])
+        rounded, rest = split_master(exact.to(local.device, torch.float32), MASTERS[kept])
         local.copy_(rounded)
-        local_tensor(state[wanted]).copy_(rest)
+        local_tensor(state[kept]).copy_(rest)

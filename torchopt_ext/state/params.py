@@ -18,11 +18,11 @@ def params_of(*optimizers: Any) -> list[Any]:
 
 def named_group_params(optimizer: Any) -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
     """Yields (group index, group, name or "", parameter) of every parameter, in order."""
-    known: Sequence[Sequence[str]] = getattr(optimizer, "parameter_names", ())
+    by_group: Sequence[Sequence[str]] = getattr(optimizer, "parameter_names", ())
     for index, group in enumerate(optimizer.param_groups):
         count = len(group["params"])
-        same = index < len(known) and len(known[index]) == count
-        names = group.get("param_names") or (known[index] if same else [""] * count)
+        same = index < len(by_group) and len(by_group[index]) == count
+        names = group.get("param_names") or (by_group[index] if same else [""] * count)
         for name, param in zip(names, group["params"], strict=True):
             yield index, group, name, param
 

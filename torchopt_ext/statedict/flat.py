@@ -95,8 +95,11 @@ def prepare_load(
             state = optimizer.state.get(param, {})
             others = [OTHER_FORM[name] for name in state if name in OTHER_FORM]
             keys = {k: f"state.{fqn}.{k}" for k in (*state, *others, *BESIDE) if state}
-            given = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
-            entry = {name: entries.as_held(name, v, param) for name, v in given.items()}
+            entry = {
+                name: entries.as_held(name, state_dict[key], param)
+                for name, key in keys.items()
+                if key in state_dict
+            }
             torchs = f"param_groups.{fqn}.algorithm" not in state_dict
             if "momentum" in group and "step" in state and torchs:  # torch.optim.SGD counts none
                 entry.setdefault("step", torch.full((), float("momentum_buffer" in entry)))
@@ -110,13 +113,9 @@ def prepare_load(
     control = read_control(state_dict)
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
-    counted = largest_step(slot.entry for slot, _ in slots)
-    made = largest_step(state for _, state in slots)
-    controls = [
-        (optimizer, optimizer.control_to_load(control, counted, made))
-        for optimizer in optimizers
-        if hasattr(optimizer, "control_to_load")
-    ]
+    steps = largest_step(slot.entry for slot, _ in slots), largest_step(state for _, state in slots)
+    fused: list[Any] = [each for each in optimizers if hasattr(each, "control_to_load")]
+    controls = [(optimizer, optimizer.control_to_load(control, *steps)) for optimizer in fused]
     return partial(_load, [_writes(*each) for each in slots], options, controls)
 
 
@@ -132,8 +131,8 @@ def _load(
         for name in writes.gone:
             del writes.state[name]
         writes.state.update(writes.new)
-    for group, found in options:
-        for name, value in found.items():
+    for group, loaded in options:
+        for name, value in loaded.items():
             live = group.get(name)
             if isinstance(live, Tensor):
                 live.fill_(value)
@@ -173,15 +172,14 @@ def read_options(
     # A schedule that is built later reads initial_lr, and torch's groups lack bias_correction.
     held = {"bias_correction": True, "initial_lr": group.get("lr"), **group}
     for name in [name for name in held if name not in _NOT_LOADED]:
-        wanted = [f"param_groups.{fqn}.{name}" for fqn in names]
-        found = [key for key in wanted if key in state_dict]
-        values = {key: plain(state_dict[key]) for key in found}
+        every = [f"param_groups.{fqn}.{name}" for fqn in names]
+        values = {key: plain(state_dict[key]) for key in every if key in state_dict}
+        if values:
+            options[name] = copy.deepcopy(next(iter(values.values())))
         if name == "bias_correction":  # groups without the key have it
-            values = dict.fromkeys(wanted, True) | values
-        missing += [key for key in wanted if key not in values and name not in _OPTIONAL]
+            values = dict.fromkeys(every, True) | values
+        missing += [key for key in every if key not in values and name not in _OPTIONAL]
         problems += _option_problems(name, values, plain(held[name]))
-        if found:
-            options[name] = copy.deepcopy(values[found[0]])
     return options
 
 
@@ -189,7 +187,7 @@ def read_control(state_dict: Mapping[str, Any]) -> Any:
     """Returns the control block's fields in a flat state dict."""
     # A container's own keys, or keys that torch's functions made of the first parameter's entry.
     split = ((key.rpartition(f"{CONTROL_KEY}."), value) for key, value in state_dict.items())
-    return entries.control_fields({name: value for (_, found, name), value in split if found})
+    return entries.control_fields({name: value for (_, key, name), value in split if key})
 
 
 def raise_missing(missing: Sequence[str], problems: Sequence[str]) -> None:
@@ -202,8 +200,8 @@ def _option_problems(name: str, values: Mapping[str, Any], live: Any) -> Iterato
     """Yields what is wrong with an option's values, by key, for the parameters of a group."""
     for key, value in values.items():
         other, first = next(iter(values.items()))
-        if found := entries.option_problem(name, value, live):
-            yield f"'{key}' {found}"
+        if wrong := entries.option_problem(name, value, live):
+            yield f"'{key}' {wrong}"
         elif (name in _FIXED and value != live) or (
             name in _ASK_FOR_STATE and bool(value) != bool(live)
         ):
@@ -239,21 +237,21 @@ def _writes(slot: Slot, state: dict[str, Any]) -> _Writes:
 
 @torch.no_grad()
 def init_state(
-    optimizer: Optimizer, wanted: Callable[[Tensor], bool] = attrgetter("requires_grad")
+    optimizer: Optimizer, needs: Callable[[Tensor], bool] = attrgetter("requires_grad")
 ) -> None:
     """Creates the state that the first step would create, with step 0, where it is missing.
 
     Unlike torch's way, a step with lr = 0, this advances no step count and touches no gradient. It
     knows FusedAdam, FusedAdamW and torch's Adam and AdamW; others stay unchanged.
     """
-    if own := getattr(optimizer, "_init_states", None):
-        own(wanted)
+    if init_states := getattr(optimizer, "_init_states", None):
+        init_states(needs)
         return
     drop_replaced(optimizer)
     if type(optimizer) in (Adam, AdamW):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if wanted(param) and not optimizer.state.get(param):
+                if needs(param) and not optimizer.state.get(param):
                     optimizer.state[param] = _adam_state(param, group)
 
 
@@ -289,8 +287,8 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
         params = params_of(*optimizers)
         if not params:
             continue
-        own = {*part.parameters()}
-        if foreign := [tuple(param.shape) for param in params if param not in own]:
+        of_part = {*part.parameters()}
+        if foreign := [tuple(param.shape) for param in params if param not in of_part]:
             raise ValueError(f"parameters of shapes {foreign} are not in {type(part).__name__}")
         for optimizer in optimizers:
             init_state(optimizer)
@@ -299,9 +297,9 @@ def complete(parts: Sequence[ModelPart]) -> dict[Tensor, str]:
                     get_optimizer_state_dict(part, optimizer)  # torch creates the state
         named: dict[str, Any] = get_optimizer_state_dict(part, _NamingOptimizer(params))
         (group,) = named["param_groups"]
-        known = {*names.values()}
+        before = {*names.values()}
         for param, fqn in zip(params, group["params"], strict=True):
-            if fqn in known:
+            if fqn in before:
                 raise ValueError(
                     f"'{fqn}' is in more than one model part, so one state dict cannot hold both: "
                     "give the parts' parameters different names, or wrap the parts in one module"

@@ -68,13 +68,13 @@ class Slot:
         """Yields a message for each entry that does not fit."""
         held = optimizer.state.get(self.param, {})
         coded = hasattr(optimizer, "_storage") and has_codes(self.entry)
-        for name, wrong in code_problems(self.entry, self.param) if coded else ():
-            yield f"{self.called(name)} {wrong}"
+        for name, text in code_problems(self.entry, self.param) if coded else ():
+            yield f"{self.called(name)} {text}"
         for name, value in self.entry.items():
             if coded and name in (*CODES, *SCALES):
                 continue
-            if found := problem(type(optimizer), name, value, self.param, held.get(name)):
-                yield f"{self.called(name)} {found}"
+            if wrong := problem(type(optimizer), name, value, self.param, held.get(name)):
+                yield f"{self.called(name)} {wrong}"
 
 
 @dataclass
@@ -106,21 +106,21 @@ class Loaded:
         Args:
             parts: tensors may have memory for this rank's part only.
         """
-        if found := control_problem(self.control):
-            yield found
+        if wrong := control_problem(self.control):
+            yield wrong
         required = required_of(type(optimizer))
         fused = hasattr(optimizer, "defaults_for")
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
-        known = [*enumerate(zip(self.groups, optimizer.param_groups, strict=True))]
-        pairs = known if required is not None else []
-        for number, (group, own) in pairs:
+        pairs = [*enumerate(zip(self.groups, optimizer.param_groups, strict=True))]
+        groups = [live for _, (group, live) in pairs for _ in group["params"]]
+        pairs = pairs if required is not None else []
+        for number, (group, live) in pairs:
             kind = algorithm_in(group) if fused else None
-            if kind is not None and kind is not algorithm_of(own):
-                yield f"group {number} is of {kind.name}, expected {algorithm_of(own).name}"
+            if kind is not None and kind is not algorithm_of(live):
+                yield f"group {number} is of {kind.name}, expected {algorithm_of(live).name}"
                 return
-            if lacking := (_NEEDED & own.keys()) - group.keys():
+            if lacking := (_NEEDED & live.keys()) - group.keys():
                 yield f"group {number} {_lacks(lacking, group, optimizer)}"
-        groups = [own for _, (group, own) in known for _ in group["params"]]
         for slot, group in zip(self.slots, groups, strict=True):
             if fused:
                 required = ("step", *algorithm_of(group).required)
@@ -134,14 +134,14 @@ class Loaded:
                         f"{slot.called(name)} is one rank's part: call consolidate_state_dict() on "
                         "all ranks before state_dict(), or save with dcp.save"
                     )
-        for number, (group, own) in pairs:
-            names = sorted(own.keys() & group.keys() - {"params", "param_names"})
-            found_in = {name: option_problem(name, group[name], own[name]) for name in names}
-            if fused and not any(found_in.values()) and (wrong := _invalid({**own, **group})):
+        for number, (group, live) in pairs:
+            names = sorted(live.keys() & group.keys() - {"params", "param_names"})
+            wrongs = {name: option_problem(name, group[name], live[name]) for name in names}
+            if fused and not any(wrongs.values()) and (wrong := _invalid({**live, **group})):
                 yield f"group {number}: {wrong}"
-            for name, found in found_in.items():
-                if found:
-                    yield f"{name} of group {number} {found}"
+            for name, wrong in wrongs.items():
+                if wrong:
+                    yield f"{name} of group {number} {wrong}"
                 elif name in _WIDE and group[name] and storage.state_dtype == torch.int8:
                     yield f"group {number} has {name}, which 8-bit moments do not support"
 
@@ -175,11 +175,10 @@ def largest_step(entries: Iterable[Any]) -> float:
 
 
 def raise_problems(
-    found: Iterable[str], kind: type[Exception] = ValueError, what: str = "the state dict"
+    texts: Iterable[str], kind: type[Exception] = ValueError, what: str = "the state dict"
 ) -> None:
     """Raises ``kind`` with all problems, the first of them in full; does nothing without any."""
-    problems = list(found)
-    if problems:
+    if problems := list(texts):
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise kind(f"{what} does not fit: {'; '.join(problems[:SHOWN])}{more}")
 
@@ -203,14 +202,14 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         names = group.get("param_names") or [""] * len(group["params"])
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
+            local = local_tensor(param)
             # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
-            given = state.get(index, {}).items()
-            given = [(k, v) for k, v in given if k in MASTERS or not isinstance(v, Mapping) or v]
-            own = local_tensor(param)
-            given = [
-                e for e in given if e[1] is not ABSENT and getattr(e[1], "source", 0) is not own
-            ]
-            entry = {k: as_held(k, v, param) for k, v in given}
+            entry = {
+                key: as_held(key, value, param)
+                for key, value in state.get(index, {}).items()
+                if (key in MASTERS or not isinstance(value, Mapping) or value)
+                and not (value is ABSENT or getattr(value, "source", 0) is local)
+            }
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
             if isinstance(control, Mapping):
@@ -220,8 +219,8 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
         if algorithm_in(saved) in (None, algorithm_of(group)):
             may_lack.add("algorithm")
-        own_keys = {"params", "param_names"} | (may_lack - saved.keys())
-        kept = {key: group[key] for key in own_keys & group.keys()}
+        live_keys = {"params", "param_names"} | (may_lack - saved.keys())
+        kept = {key: group[key] for key in live_keys & group.keys()}
         loaded = {k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in saved.items()}
         loaded_groups.append(loaded | kept)
     if cast:
@@ -231,49 +230,49 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             "weights instead",
             stacklevel=3,
         )
-    known = {index for saved in saved_groups for index in saved["params"]}
-    foreign = {key: value for key, value in state.items() if key not in known}
+    indices = {index for saved in saved_groups for index in saved["params"]}
+    foreign = {key: value for key, value in state.items() if key not in indices}
     return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
 
 
 def names_params(state_dict: Any) -> bool:
     """Returns whether a state dict names its parameters, as torch's set_optimizer_state_dict does
     (all ranks call that)."""
-    found = [state_dict.get("state")] if isinstance(state_dict, Mapping) else []
-    if found and isinstance(groups := state_dict.get("param_groups"), list | tuple):
-        found += [group.get("params") for group in groups if isinstance(group, Mapping)]
-    return any(isinstance(key, str) for ids in found if isinstance(ids, Iterable) for key in ids)
+    if not isinstance(state_dict, Mapping):
+        return False
+    lists, groups = [state_dict.get("state")], state_dict.get("param_groups")
+    if isinstance(groups, list | tuple):
+        lists += [group.get("params") for group in groups if isinstance(group, Mapping)]
+    return any(isinstance(key, str) for ids in lists if isinstance(ids, Iterable) for key in ids)
 
 
 def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    given = state_dict if isinstance(state_dict, Mapping) else {}
-    state, saved = given.get("state"), given.get("param_groups")
+    entries = state_dict if isinstance(state_dict, Mapping) else {}
+    state, saved = entries.get("state"), entries.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(saved, list | tuple):
-        flat = any(str(key).startswith("state.") for key in given)
-        yield (
-            "it is flat, as containers have it: load it into a container"
-            if flat
-            else f"expected a dict 'state' and a list 'param_groups' in {state_dict!r:.200}"
-        )
+        if any(str(key).startswith("state.") for key in entries):
+            yield "it is flat, as containers have it: load it into a container"
+        else:
+            yield f"expected a dict 'state' and a list 'param_groups' in {state_dict!r:.200}"
         return
     if len(saved) != len(groups):
         yield f"it has {len(saved)} parameter groups, expected {len(groups)}: {_REGROUPED}"
-    for number, (group, own) in enumerate(zip(saved, groups, strict=False)):
+    for number, (group, live) in enumerate(zip(saved, groups, strict=False)):
         ids = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral | str) for i in ids):
             yield f"group {number} has no list 'params' of indices or names"
             continue
-        if len(ids) != len(own["params"]):
+        if len(ids) != (size := len(live["params"])):
             yield (
-                f"group {number} has {len(ids)} parameters, expected {len(own['params'])}, the "
-                f"size of the optimizer's group"
+                f"group {number} has {len(ids)} parameters, expected {size}, the size of the "
+                f"optimizer's group"
             )
         names = ids if group.get("param_names") is None else group["param_names"]
         if not isinstance(names, list | tuple) or len(names) != len(ids):
             yield f"group {number} has param_names {names!r:.200} for {len(ids)} parameters"
         for index in ids:
-            if not isinstance(found := state.get(index, {}), Mapping):
-                yield f"the state of parameter {index} is {found!r:.200}, expected a dict"
+            if not isinstance(entry := state.get(index, {}), Mapping):
+                yield f"the state of parameter {index} is {entry!r:.200}, expected a dict"
 
 
 @contextmanager
@@ -308,11 +307,10 @@ def load_whole(optim: Optimizer, state_dict: Mapping[str, Any]) -> None:
     before = [{*group} for group in optim.param_groups]
     with undone_if_raised(optim):
         # As dicts: tree_map_only does not look into other mappings.
-        dicts = {
-            k: dict(v) if isinstance(v, Mapping) else v for k, v in state_dict["state"].items()
-        }
-        own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), dicts)
-        optim.load_state_dict({**state_dict, "state": own})
+        state = state_dict["state"].items()
+        dicts = {k: dict(v) if isinstance(v, Mapping) else v for k, v in state}
+        copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), dicts)
+        optim.load_state_dict({**state_dict, "state": copies})
         for param, entry in optim.state.items():
             if isinstance(entry, dict):
                 entry.update({k: on_mesh_of(v, param) for k, v in entry.items()})

@@ -31,12 +31,12 @@ def dequantized(slot: Slot) -> Slot:
         keys = [f"{kind}{number}" for kind in ("state", "absmax", "qmap")]
         state, scales, values = map(entry.get, keys)
         if isinstance(state, Tensor) and state.is_floating_point():  # a small parameter's moment
-            found: Tensor | None = state
+            moment: Tensor | None = state
         else:
-            found = _of_blocks(state, scales, values)
-        if found is not None:
+            moment = _of_blocks(state, scales, values)
+        if moment is not None:
             entry = {key: value for key, value in entry.items() if key not in keys}
-            entry[name] = found
+            entry[name] = moment
     return replace(slot, entry={name: _plain(value) for name, value in entry.items()})
 
 
