@@ -289,7 +289,7 @@ class CheckpointManager:
         )
 
     def _remove_old(self) -> None:
-        """Removes all checkpoints except the best `keep_latest_k`, in the background.
+        """Removes all checkpoints except the newest `keep_latest_k`, in the background.
 
         They are renamed here: a later save of the same step must not be removed in their place.
         """
@@ -339,8 +339,7 @@ class CheckpointManager:
 
         Every file is checked first. With -1, damaged checkpoints are skipped with a warning, and
         `initial_load_path`, if set, is loaded if there is no checkpoint at all. Step 0 is the model
-        only. With a step, later checkpoints become an abandoned branch at the next save: they are
-        resumed only if there is no other checkpoint, and are the first to be removed.
+        only. With a step, the next save renames later checkpoints to `abandoned-N`.
 
         Raises:
             ConfigError: The step's checkpoint, or every checkpoint, is missing or damaged. All
@@ -369,7 +368,7 @@ class CheckpointManager:
         """Returns the checkpoint that `load` loads, and whether only its model is loaded."""
         if step != -1:
             return self._checked(self.folder / f"step-{step}", step, step == 0)
-        candidates = files.by_preference(self.folder)
+        candidates = files.steps(self.folder)
         listed = [s for s in candidates if (self.folder / f"step-{s}" / MANIFEST).exists()]
         candidates, listed = self._everyones([candidates, listed], "choosing a checkpoint")[0]
         refused = []
@@ -403,7 +402,7 @@ class CheckpointManager:
         """Returns the last step, up to `until`, whose checkpoint was not found damaged, or None."""
         if not self._enabled:
             return None
-        usable = (s for s in files.by_preference(self.folder) if s not in self._refused)
+        usable = (s for s in files.steps(self.folder) if s not in self._refused)
         return next((step for step in usable if until is None or step <= until), None)
 
     def _problem(self, checkpoint: Path, step: int | None, model_only: bool) -> str:

@@ -26,8 +26,6 @@ from torchopt_ext.statedict.dcp import Reader
 logger = logging.getLogger(__name__)
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
-ABANDONED = "abandoned"
-"""A file that marks a checkpoint of an abandoned branch: an earlier checkpoint was loaded."""
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|replaced|removing)")
 
@@ -68,11 +66,11 @@ def _crc32_of(manifest: Manifest) -> int:
 
 
 def set_aside_old(folder: Path, keep: int, refused: set[int]) -> Iterator[Path]:
-    """Renames all but the best `keep` checkpoints, which no longer look complete. Yields the names.
+    """Renames all but the newest `keep` checkpoints, which no longer look complete. Yields names.
 
-    Seeds and checkpoints in `refused` do not count and stay. The best full checkpoint stays, too.
+    Seeds and checkpoints in `refused` do not count and stay. So does the newest full checkpoint.
     """
-    usable = [step for step in by_preference(folder) if step > 0 and step not in refused]
+    usable = [step for step in steps(folder) if step > 0 and step not in refused]
     full = next((step for step in usable if _is_full(folder / f"step-{step}")), None)
     for step in usable[keep:]:
         if step != full:
@@ -87,20 +85,10 @@ def _is_full(checkpoint: Path) -> bool:
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Marks the checkpoints after a step as abandoned, because training went back to the step.
-
-    Warns of checkpoints that cannot be marked, so that no save fails because of them.
-    """
-    for saved in steps(folder):
-        mark = folder / f"step-{saved}" / ABANDONED
-        try:
-            if saved == step:
-                mark.unlink(missing_ok=True)
-            elif saved > step:
-                mark.touch()
-        except OSError as error:
-            text = "Training went back to step %d, but step %d cannot be marked accordingly: %s"
-            logger.warning(text, step, saved, error)
+    """Renames the checkpoints after a step to ``abandoned-N``: training went back to the step."""
+    for later in (saved for saved in steps(folder) if saved > step):
+        shutil.rmtree(folder / f"abandoned-{later}", ignore_errors=True)
+        os.rename(folder / f"step-{later}", folder / f"abandoned-{later}")
 
 
 def recover(folder: Path) -> IO[str] | None:
@@ -155,11 +143,6 @@ def steps(folder: Path) -> list[int]:
         ),
         reverse=True,
     )
-
-
-def by_preference(folder: Path) -> list[int]:
-    """Returns the steps of :func:`steps`, with abandoned checkpoints last."""
-    return sorted(steps(folder), key=lambda step: (folder / f"step-{step}" / ABANDONED).exists())
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def saved_steps(job: Job) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in job.manager.folder.iterdir())
+    return sorted(int(path.name.split("-")[1]) for path in job.manager.folder.glob("step-*"))
 
 
 def resumed_step(folder: Path) -> int:
@@ -132,7 +132,7 @@ def test_a_slow_removal_does_not_remove_a_new_checkpoint_of_its_step(
 
     monkeypatch.setattr(shutil, "rmtree", slow)
     job = Job(tmp_path, keep_latest_k=1).resume(2)
-    job.train(until=3).manager.save(3, force=True)  # abandons steps 4 and 6, removes all others
+    job.train(until=3).manager.save(3, force=True)  # renames steps 4 and 6, removes all others
     job.train(until=4)
     removals.set()
     job.close()
@@ -156,43 +156,16 @@ def test_a_step_is_saved_again_after_going_back(tmp_path: Path) -> None:
     assert differences(Job(tmp_path, seed=1).resume(4).contents(), job.contents()) == []
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [2, 4, 5, 6, 8]), (2, [4, 5]), (4, [2, 4, 5, 8])])
-def test_what_follows_load_step_outlives_the_abandoned(
-    tmp_path: Path, keep: int, left: list[int]
-) -> None:
+def test_what_follows_load_step_is_resumed(tmp_path: Path) -> None:
+    """Later checkpoints get another name when another is saved, and are not counted."""
     Job(tmp_path, keep_latest_k=0).train(until=8).close()
-    job = go_back(tmp_path, 4, until=5, keep_latest_k=keep)
-    assert saved_steps(job) == left
-    assert job.manager.newest() == resumed_step(tmp_path) == 5
-
-
-def test_checkpoints_are_abandoned_when_another_is_saved(tmp_path: Path) -> None:
-    Job(tmp_path).train(until=6).close()
-    go_back(tmp_path, 2, until=2)
-    assert resumed_step(tmp_path) == 6
-    go_back(tmp_path, 2, until=3)
-    assert resumed_step(tmp_path) == 3
-    shutil.rmtree(folder_of(go_back(tmp_path, 6, until=7), 7))
-    assert resumed_step(tmp_path) == 6, "it was gone on from after all"
-
-
-def test_a_checkpoint_that_cannot_be_marked_fails_no_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Job(tmp_path).train(until=6).close()
-    touch = Path.touch
-
-    def fail(path: Path) -> None:
-        if path.parent.name == "step-6":
-            raise PermissionError("not allowed")
-        touch(path)
-
-    monkeypatch.setattr(Path, "touch", fail)
-    go_back(tmp_path, 2, until=3)
-    assert "back to step 2, but step 6 cannot be marked accordingly: not allowed" in caplog.text
-    folder = tmp_path / "checkpoint"
-    assert {path.parent.name for path in folder.rglob("abandoned")} == {"step-4"}
-    assert (folder / "step-3").exists()
+    go_back(tmp_path, 4, until=4)
+    assert resumed_step(tmp_path) == 8
+    for until in (5, 6):
+        job = go_back(tmp_path, 4, until=until, keep_latest_k=2)
+        assert job.manager.newest() == resumed_step(tmp_path) == until
+    names = {path.name for path in job.manager.folder.iterdir()}
+    assert names == {"step-5", "step-6", *(f"abandoned-{step}" for step in (5, 6, 8))}
 
 
 # ---- saves that fail -----------------------------------------------------------------------------
