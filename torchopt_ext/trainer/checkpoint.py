@@ -39,10 +39,8 @@ class CheckpointManager:
     """Saves and loads everything that a job needs to continue as if it had never stopped.
 
     A checkpoint is complete or absent: it is written under another name, with a manifest of sizes
-    and CRC-32s, and renamed when all ranks have written. All ranks call `save` and `load`.
-
-    Attributes:
-        folder: folder of the checkpoints, each in `step-N`.
+    and CRC-32s, and renamed to `folder`/step-N when all ranks have written. All ranks call `save`
+    and `load`.
 
     Args:
         dataloader: has `state_dict` and `load_state_dict`. Entries that differ between

@@ -31,12 +31,8 @@ class Staged:
     """A copy of nested dictionaries and lists, with their tensors in host memory.
 
     If tensors are small, torch's stagers (torch/distributed/checkpoint/staging.py) take ten times
-    as long as the copy.
-
-    Args:
-        state: the state to copy. Subclasses of Tensor other than DTensor need a ``to`` that copies.
-        pinned: whether to copy into pinned memory on a separate stream; call :meth:`wait` before
-            the tensors change. Otherwise the constructor returns when everything is copied.
+    as long. With ``pinned`` the copy is into pinned memory on a separate stream: call :meth:`wait`
+    before the tensors change. Otherwise the constructor returns when everything is copied.
     """
 
     def __init__(self, state: dict[str, Any], *, pinned: bool) -> None:

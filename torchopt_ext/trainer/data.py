@@ -32,11 +32,10 @@ logger = logging.getLogger(__name__)
 class BuildDataset(Protocol):
     """Builds a data set for a job.
 
-    A torch Dataset with a length must be the same on every rank; this module shuffles its samples
-    and distributes them over the ranks. An IterableDataset must yield only this rank's samples, in
-    their final order and the same number on each rank; each `iter` of it is one pass. A sample is
-    ({"input": int64 [seq_len]}, labels int64 [seq_len]). A data set with other samples needs a
-    `collate_fn`, which makes a batch from a list of samples.
+    A torch Dataset with a length must be the same on every rank; its samples are shuffled and
+    distributed here. An IterableDataset must yield only this rank's samples, in their final order
+    and the same number on each rank; each `iter` of it is one pass. A sample is ({"input": int64
+    [seq_len]}, labels int64 [seq_len]), or a `collate_fn` of the data set makes batches of samples.
     """
 
     def __call__(
@@ -180,11 +179,8 @@ class ShuffledBatches(Sampler[list[Key]]):
         """Moves to a saved position, in the order of the saved seed."""
         if state_dict["size"] != self.size:
             logger.warning(
-                "The data set had %d samples when the checkpoint was saved, and has %d now: epoch "
-                "%d continues in another order",
-                state_dict["size"],
-                self.size,
-                state_dict["epoch"] + 1,
+                f"The data set had {state_dict['size']} samples when the checkpoint was saved, and "
+                f"has {self.size} now: epoch {state_dict['epoch'] + 1} continues in another order"
             )
         for name in ("seed", "epoch", "samples"):
             setattr(self, name, state_dict[name])
@@ -193,11 +189,8 @@ class ShuffledBatches(Sampler[list[Key]]):
 class ShuffledDataLoader:
     """Loads shuffled batches, and tracks the position after the last batch that was taken.
 
-    torchdata's loader would save how many batches this rank has taken from an epoch, which is of
-    no use to another number of ranks.
-
-    Iteration continues from the position, also from one that is loaded during it. It yields nothing
-    after the last epoch.
+    Iteration continues from the position, also from one that is loaded during it. (torchdata's
+    loader would save how many batches this rank has taken, which is of no use to other ranks.)
     """
 
     same_position_on_all_ranks = True

@@ -37,8 +37,6 @@ SHARDED_KERNELS = (
 class ForwardPass:
     """This rank's model parts, and the way from a batch to the loss and its gradients.
 
-    Training and validation share it.
-
     Args:
         model: the whole model, on the meta device.
         accumulated: local batches whose gradients a step accumulates.
@@ -47,9 +45,6 @@ class ForwardPass:
         model_parts: the parts, parallelized. They have no weights yet.
         schedule: the pipeline's schedule; None without pipeline parallelism.
         loss_fn: the mean loss of a local batch.
-
-    Raises:
-        ConfigError: The job has pipeline stages, but the TrainSpec has no pipelining_fn.
     """
 
     def __init__(
@@ -205,12 +200,8 @@ def _check_batch_size(job_config: JobConfig) -> None:
 class Validator:
     """Evaluates a model on `[validation]`'s data set, always read from its beginning.
 
-    Args:
-        build_dataloader: builds this rank's loader from the keyword `job_config`, in which
-            `validation` replaces the data set, batch size and sequence length of `training`.
-
-    Raises:
-        ConfigError: A pipeline schedule cannot split the batches.
+    `build_dataloader` builds this rank's loader from the keyword `job_config`, in which
+    `validation` replaces the data set, batch size and sequence length of `training`.
     """
 
     def __init__(

@@ -35,12 +35,8 @@ _PEAK_FLOPS = (
 class SkippedSteps:
     """Counts consecutive skipped steps from the control block's total.
 
-    On a GPU the total is copied to the host asynchronously and read when it has arrived, so that
-    the limit takes effect a step or two late.
-
-    Attributes:
-        limit: consecutive skipped steps at which to stop; 0: never.
-        total: total of skipped steps. Set it if the control block does not begin at 0.
+    On a GPU the total is copied to the host asynchronously and read when it has arrived: the limit,
+    with 0 none, takes effect a step or two late. Set `total` if the control block begins above 0.
     """
 
     def __init__(self, limit: int) -> None:

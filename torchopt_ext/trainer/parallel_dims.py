@@ -92,13 +92,8 @@ class ParallelDims:
 
         The mesh has the dimensions "pp", "dp_replicate", "dp_shard", "cp" and "tp" with a degree of
         more than 1, in this order; on one rank "dp_shard" of size 1. `get_mesh` knows more names,
-        for several dimensions together, if the mesh has one of the dimensions:
-            "dp": dp_replicate and dp_shard, over which the data set is divided;
-            "dp_shard_cp": dp_shard and cp, over which FSDP shards parameters;
-            "dp_cp": dp_replicate, dp_shard and cp, over which the loss is averaged.
-
-        Raises:
-            ConfigError: torch's context parallelism does not support the device.
+        for several dimensions together: "dp", over which the data set is divided, "dp_shard_cp",
+        over which FSDP shards parameters, and "dp_cp", over which the loss is averaged.
         """
         if self.cp_enabled and device_type != "cuda":
             # torch/distributed/tensor/experimental/_context_parallel/_attention.py shards only

@@ -1,7 +1,6 @@
 """Splits a model into pipeline stages, and builds torch's schedule for this rank's stages.
 
-Functions import torch.distributed.pipelining, because it imports the compiler, which takes half a
-second: help and errors of a configuration come without it.
+Functions import torch.distributed.pipelining, which imports the compiler: that takes half a second.
 """
 
 from __future__ import annotations

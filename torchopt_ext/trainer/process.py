@@ -82,12 +82,9 @@ class StopOnSignal:
     reads the store before every step, which takes about 50 us. On a CPU the last step is the step
     that the rank is about to make. No other rank can be past it: it needs every rank's gradients.
 
-    With a GPU the host would run ahead of the steps by any number. It waits for the step before the
-    last step that it started, which leaves the GPU one step to work on. Another rank's host may
-    therefore have started the step after the step that this rank is about to make, but no later
-    step. All ranks stop after that step.
-
-    Signals reach only Python's main thread. In another thread no signal is watched.
+    With a GPU the host waits for the step before the last step that it started. Another rank's host
+    may have started the step after the step that this rank is about to make, but no later step: all
+    stop after that one. In a thread other than Python's main thread no signal is watched.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,9 +42,6 @@ def maybe_enable_profiling(
     discarded, and `profiler_active` steps, of which a Chrome trace is written:
     {dump_folder}/{save_traces_folder}/iteration_{step}/rank{rank}_trace.json. On a CPU, traces also
     hold allocations and frees.
-
-    Raises:
-        ConfigError: A cycle is too short.
     """
     config = job_config.profiling
     if not config.enable_profiling:
@@ -101,9 +98,6 @@ def maybe_enable_memory_snapshot(
 
     It writes a snapshot every `profile_freq` steps, and when memory runs out:
     {dump_folder}/{save_memory_snapshot_folder}/iteration_{step}[_exit]/rank{rank}_memory_snapshot.pickle.
-
-    Raises:
-        ConfigError: The device is a CPU, whose allocations torch does not record.
     """
     config = job_config.profiling
     if not config.enable_memory_snapshot:
