@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW
 
-from ...support.compare import assert_same_bits, bits, contents, difference, snapshot
+from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.oracle import floats, is_upper_tie, join, split, split8, words
-from ...support.problems import copy_params, make_params, set_gradients, through_file, train
+from ...support.problems import copy_params, make_params, set_gradients, train
 from ...support.ways import BF16, FP16, FP32, FP64, MASTER_ENTRY
 
 SHAPES = ((3, 4), (7,), (), (2, 1030))
@@ -241,75 +241,6 @@ def test_parameters_of_other_dtypes_have_no_master() -> None:
         assert_same_bits([p], [q])
         assert optimizer.state[p].keys() == plain.state[q].keys()
     assert "master_weight" in optimizer.state[params[0]]
-
-
-# ---- conversions -------------------------------------------------------------------------------
-
-
-@each_kind
-@pytest.mark.parametrize("source", ["ours", "torch", "torch fused"])
-@pytest.mark.parametrize("model", ["before", "after"])
-def test_from_no_master(kind: str, source: str, model: str) -> None:
-    """The parameter becomes the master, moments are widened, and steps match float32's."""
-    start = make_params(SHAPES, BF16)
-    fused: Any = {"fused": True} if source == "torch fused" else {}
-    plain = (FusedAdamW if source == "ours" else torch.optim.AdamW)(start, lr=0.02, **fused)
-    train(plain, range(3))
-    saved, weights = through_file(plain.state_dict()), copy_params(start)
-    before = contents(saved)
-    params = make_params(SHAPES, BF16, seed=99)
-    ours = FusedAdamW(params, lr=0.02, master_weights=kind)
-    wide = [nn.Parameter(w.detach().float()) for w in weights]
-    twin = FusedAdamW(wide, lr=0.02)
-    twin.load_state_dict(saved)
-    if model == "after":
-        ours.load_state_dict(saved)
-    with torch.no_grad():
-        for p, w in zip(params, weights, strict=True):
-            p.copy_(w)
-    if model == "before":
-        ours.load_state_dict(saved)
-    for seed in range(3, 5):
-        set_gradients(params, seed=seed)
-        for p, w in zip(params, wide, strict=True):
-            w.grad = p.grad.float()
-        ours.step()
-        twin.step()
-    for p, w, first in zip(params, wide, weights, strict=True):
-        state = ours.state[p]
-        held = words(state["master_weight"]) if kind == "fp32" else join(p, state[kind])
-        unit = 2.0**-15 if kind == "remainder8" else 0.0  # relative loss per step, at most
-        lost = (floats(held).view_as(w) - w).abs()
-        assert (lost <= 2 * unit * torch.maximum(first.float().abs(), w.abs())).all()
-        assert_same_bits([state["exp_avg"]], [twin.state[w]["exp_avg"]])
-        assert float(state["step"]) == 5
-    assert not difference(contents(saved), before)
-
-
-@each_kind
-def test_to_no_master(kind: str) -> None:
-    """A load into an optimizer without masters drops the entry; torch's class also loads it."""
-    params, optimizer = stepped(kind)
-    for cls in (FusedAdamW, torch.optim.AdamW):
-        other = cls(copy_params(params), lr=0.02)
-        other.load_state_dict(through_file(optimizer.state_dict()))
-        train(other, [5])
-        assert all(state["step"] == 3 for state in other.state.values())
-        if cls is FusedAdamW:
-            assert {*map(tuple, other.state.values())} == {("step", "exp_avg", "exp_avg_sq")}
-
-
-def test_moments_keep_the_dtype_they_are_held_in() -> None:
-    """A load keeps float32 moments of a bfloat16 parameter exact, where torch would cast them."""
-    params, optimizer = stepped("fp32")
-    moments = [optimizer.state[p]["exp_avg"] for p in params]
-    assert any(not m.bfloat16().float().equal(m) for m in moments)
-    for dtype in (None, BF16):
-        others = copy_params(params)
-        other = FusedAdamW(others, lr=0.02, master_weights="fp32", state_dtype=dtype)
-        other.load_state_dict(through_file(optimizer.state_dict()))
-        expected = [m.to(dtype or FP32) for m in moments]
-        assert_same_bits([other.state[q]["exp_avg"] for q in others], expected)
 
 
 def test_a_master_is_converted_by_a_step_and_not_by_looking() -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.optim.estimate import estimate
@@ -20,7 +22,7 @@ from torchopt_ext.state.algorithms import ADAM
 from torchopt_ext.state.quantized import can_quantize
 
 from ...support import oracle
-from ...support.compare import bits, unchanged
+from ...support.compare import assert_same, assert_same_bits, bits, unchanged
 from ...support.oracle import Floats, fma
 from ...support.problems import make_params
 
@@ -337,9 +339,6 @@ def test_bytes_held_and_moved() -> None:
 
 
 def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (1,))
     (plain,) = params(torch.bfloat16, (6, 200))
     sharded = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
@@ -359,79 +358,48 @@ def test_a_dtensor_has_scales_placed_as_it_is(one_rank: None) -> None:
 def test_a_shard_that_cuts_rows_inside_a_group_keeps_floats(
     second_of_two_ranks: Any, shape: tuple[int, ...], dim: int, fits: bool
 ) -> None:
-    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-
     whole = torch.zeros(shape)
     param = distribute_tensor(whole, second_of_two_ranks, [Shard(dim)], src_data_rank=None)
     assert can_quantize(param) == fits
     assert not can_quantize(DTensor.from_local(whole, second_of_two_ranks, [Partial()]))
 
 
-@pytest.mark.parametrize("change", ["channels_last", "double"])  # double needs fp64 moments
-def test_codes_of_a_parameter_that_can_hold_none_become_floats(change: str) -> None:
-    """Codes decode exactly, whether the state is loaded or the parameter is converted later."""
-
-    def conv() -> nn.Conv2d:
-        torch.manual_seed(0)
-        return nn.Conv2d(16, 5, 3, bias=False)
-
-    def convert(module: nn.Conv2d) -> None:
-        if change == "double":
-            module.double()
-        else:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    module, other = conv(), conv()
-    own = FusedAdamW(module.parameters(), state_dtype="int8")
-    module.weight.grad = gradients(*module.weight.shape)
-    own.step()
-    saved = copy.deepcopy(own.state_dict())
-    floats = FusedAdamW(conv().parameters())
-    floats.load_state_dict(saved)
-    (expected,) = floats.state.values()
-    other.load_state_dict(module.state_dict())
-    convert(module)
-    convert(other)
-    loaded = FusedAdamW(other.parameters(), state_dtype=None if change == "double" else "int8")
-    loaded.load_state_dict(saved)
-    pairs = [(other.weight, loaded), (module.weight, own)]
-    for weight, optimizer in pairs[:1] if change == "double" else pairs:
-        weight.grad = torch.zeros_like(weight)
-        for group in optimizer.param_groups:
-            group["betas"] = (0.0, 0.0)  # a step with betas 0 erases the moments
-        held = {k: v.clone() for k, v in optimizer.state[weight].items()}
-        if optimizer is loaded:
-            for name in ("exp_avg", "exp_avg_sq"):
-                assert held[name].equal(expected[name].to(held[name].dtype))
-        optimizer.step()
-        assert optimizer.state[weight]["exp_avg"].dtype == weight.dtype
-        assert not optimizer.state[weight].keys() & {*ENTRIES}
-        assert not optimizer.state[weight]["exp_avg"].any()
-    assert change == "double" or module.weight.equal(other.weight)
+CONVERSIONS: dict[str, tuple[Any, Any]] = {
+    "channels_last": (lambda m: m.to(memory_format=torch.channels_last), "int8"),
+    "double": (lambda m: m.double(), None),  # needs fp64 moments
+}
 
 
-def test_a_layout_that_comes_and_goes() -> None:
-    """Moments follow what layout and dtype can hold."""
-    torch.manual_seed(0)
-    module = nn.Conv2d(16, 5, 3, bias=False)
+@pytest.mark.parametrize("kind", CONVERSIONS)
+@pytest.mark.parametrize("loaded", [False, True], ids=["converted later", "loaded"])
+def test_codes_of_a_parameter_that_can_hold_none_become_floats(kind: str, loaded: bool) -> None:
+    """They decode exactly, and come back with a layout that can hold them."""
+    module, floats = (nn.Conv2d(16, 5, 3, bias=False) for _ in range(2))
     optimizer = FusedAdamW(module.parameters(), state_dtype="int8")
-    formats = (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
-    for count, (layout, dtype) in enumerate(
-        zip(formats, (torch.int8, torch.float32, torch.int8), strict=True), 1
-    ):
-        module.to(memory_format=layout)  # type: ignore[call-overload]
-        module.weight.grad = gradients(*module.weight.shape)
-        optimizer.step()
-        state = optimizer.state[module.weight]
-        (moment,) = state.keys() & {"exp_avg", "exp_avg_codes"}
-        assert (state["step"], state[moment].dtype) == (count, dtype)
-    module.double()
-    module.weight.grad = torch.ones_like(module.weight)
+    module.weight.grad = gradients(*module.weight.shape)
     optimizer.step()
-    assert (state["step"], state["exp_avg"].dtype) == (4, torch.float64)
-    module.float()
-    loaded = FusedAdamW(module.parameters(), state_dtype="int8")
-    loaded.load_state_dict(optimizer.state_dict())
+    module.weight.grad = None
+    saved, (change, state_dtype) = copy.deepcopy(optimizer.state_dict()), CONVERSIONS[kind]
+    floats.load_state_dict(module.state_dict())
+    for each in (module, floats):
+        change(each)
+    expected = FusedAdamW(floats.parameters())
+    expected.load_state_dict(saved)
+    if loaded:
+        optimizer = FusedAdamW(module.parameters(), state_dtype=state_dtype)
+        optimizer.load_state_dict(saved)
+    for each, by in ((module, optimizer), (floats, expected)):
+        each.weight.grad = torch.ones_like(each.weight)
+        by.step()
+    assert_same_bits([module.weight], [floats.weight])
+    assert_same(optimizer.state[module.weight], expected.state[floats.weight])
+    module.float().to(memory_format=torch.contiguous_format)
+    module.weight.grad = torch.ones_like(module.weight)
+    again = FusedAdamW(module.parameters(), state_dtype="int8")
+    again.load_state_dict(optimizer.state_dict())
+    again.step()
+    assert again.state[module.weight].keys() >= {*ENTRIES}
+    assert again.state[module.weight]["step"] == 3
 
 
 SHORT = [(7, 5), (9, 130), (40, 150), (9, 300), (5, 1031), (3, 64, 6), (5, 100), (2, 64)]
