@@ -155,10 +155,9 @@ def _described(entries: Sequence[tuple[int, Any, Part, Any]]) -> tuple[str, list
     """Returns a header that tells all ranks what this rank has, and the tensors it describes."""
     described, tensors = [], list[Tensor]()
     for index, name, part, value in entries:
-        where, full = f"state of parameter {index} [{name!r}]", None
-        if part.divides(value):
-            like = view_in(torch.empty(part.param.numel(), device="meta"), 0, part.param)
-            full, value = (like.shape, like.stride()), in_memory_order(value, part.tensor)
+        where = f"state of parameter {index} [{name!r}]"
+        if is_part := part.divides(value):
+            value = in_memory_order(value, part.tensor)
         text, held = encode({name: value}, where)
         for tensor in held:
             # Subclasses and sparse tensors keep their bytes elsewhere.
@@ -170,7 +169,13 @@ def _described(entries: Sequence[tuple[int, Any, Part, Any]]) -> tuple[str, list
                 )
         # The layout is torch.clone's: dense tensors keep their strides.
         layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in held]
-        described.append((index, name, full, part.begin, text, layouts))
+        kind, span = "all of it", None
+        if is_part:
+            like = view_in(torch.empty(part.param.numel(), device="meta"), 0, part.param)
+            kind = f"a part of it, of {value.dtype} and shape {tuple(like.shape)}"
+            span = [end * value.dtype.itemsize for end in (part.begin, part.end)]
+            layouts = [(value.dtype, like.shape, like.stride())]
+        described.append((index, name, kind, span, text, layouts))
         tensors += held
     return encode(described, "header")[0], tensors
 
@@ -200,14 +205,8 @@ def _result(
     sent: list[tuple[int, int, Tensor]] = []
     for rank, header in enumerate(headers):
         number = 0
-        for index, name, full, begin, text, layouts in decode(header, ()):
-            where, kind = f"{_CONSOLIDATING}: parameter {index} [{name!r}]", "all of it"
-            places, span = [], None
-            if full is not None:
-                ((dtype, (count,), _),) = layouts
-                kind = f"a part of it, of {dtype} and shape {full[0]}"
-                span = begin * dtype.itemsize, (begin + count) * dtype.itemsize
-                layouts = [(dtype, *full)]
+        for index, name, kind, span, text, layouts in decode(header, ()):
+            where, places = f"{_CONSOLIDATING}: parameter {index} [{name!r}]", []
             if kinds.setdefault(where, kind) != kind:
                 raise ValueError(f"{where}: rank {rank} has {kind}, a lower rank {kinds[where]}")
             if where not in memory:
@@ -217,7 +216,7 @@ def _result(
                 state.setdefault(index, {}).update(decode(text, tensors))
                 places = memory[where] = [_memory(tensor) for tensor in tensors]
             if span is not None:
-                ranges.setdefault(where, []).append(span)
+                ranges.setdefault(where, []).append(tuple(span))
                 places = [memory[where][0][slice(*span)]]
             sent += [(rank, number + i, place) for i, place in enumerate(places) if place.numel()]
             number += len(layouts)

@@ -1,6 +1,5 @@
 """Support for ranks that run out of data early (torch.distributed.algorithms.join.Join)."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.state.collective import all_gather_text, collective, wait
-from torchopt_ext.zero.exchange import DTYPES
+from torchopt_ext.zero.exchange import decode, encode
 from torchopt_ext.zero.ranks import Ranks
 
 
@@ -44,16 +43,15 @@ def share(
     """
     scaling = [None if t is None else float(t) for t in (context.grad_scale, context.found_inf)]
     # A gradient's dtype may be another than the parameter's: grad_dtype sets it.
-    dtypes = ["" if param.grad is None else str(param.grad.dtype) for param in params]
-    mine = [out_of_data, scaling, context.check_overflow, dtypes]
-    texts = all_gather_text(json.dumps(mine), ranks.group, "exchanging which ranks have data")
-    of_ranks = [json.loads(text) for text in texts]
+    dtypes = [None if param.grad is None else param.grad.dtype for param in params]
+    mine, _ = encode([out_of_data, scaling, context.check_overflow, dtypes], "gradients")
+    texts = all_gather_text(mine, ranks.group, "exchanging which ranks have data")
+    of_ranks = [decode(text, ()) for text in texts]
     source = next(rank for rank, (is_out, *_) in enumerate(of_ranks) if not is_out)
     if not any(is_out for is_out, *_ in of_ranks):
         return context
     _, scaling, check_overflow, dtypes = of_ranks[source]
-    for param, name in zip(params, dtypes, strict=True):
-        dtype = DTYPES.get(name)
+    for param, dtype in zip(params, dtypes, strict=True):
         if out_of_data:
             param.grad = None if dtype is None else torch.empty_like(param, dtype=dtype)
         if dtype is not None and param.numel():
