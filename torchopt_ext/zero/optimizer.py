@@ -58,8 +58,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
     Args:
         params: (named) parameters or param groups, the same on all ranks, which is checked.
-        optimizer_class: any torch.optim.Optimizer class. ``overlap_with_ddp`` needs a functional
-            optimizer, or a class that has a functional counterpart.
+        optimizer_class: any torch.optim.Optimizer class; with ``overlap_with_ddp`` a fused one, or
+            one that has a functional counterpart in torch, or this counterpart.
         process_group: the ranks; by default all ranks.
         parameters_as_bucket_view: a rank's parameters become views of one tensor and keep strides.
         overlap_with_ddp: step inside DDP's backward, by a hook of :mod:`torchopt_ext.zero`.
@@ -116,7 +116,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._allow_mixed_dtypes = allow_mixed_dtypes
         optimizer_class, defaults = unwrap_partial(optimizer_class, defaults)
-        self._overlap_with_ddp = overlap_with_ddp
+        # A hook of DDP steps, before a gradient scaler can unscale gradients.
+        self.steps_in_backward = self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, Any]] = []
         self._steps_by_group_rank = False
@@ -353,15 +354,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 run_hooks(self, "load_state_dict_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
         if self._overlap_with_ddp:
             raise TypeError("an optimizer that overlaps with a DDP instance cannot be copied")
+        copied = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(kept): kept for kept in (self.process_group, self.local.constructor)}
         for key, value in vars(self).items():
-            if not is_left_out(self, key):  # hooks belong to the original, as with torch's
-                shared = key == "_join_config"
-                vars(copied)[key] = value if shared else copy.deepcopy(value, memo)
+            if key == "_join_config":
+                vars(copied)[key] = value
+            elif not is_left_out(self, key):  # hooks belong to the original, as with torch's
+                vars(copied)[key] = copy.deepcopy(value, memo)
         copied._consolidated = None
         Optimizer.__setstate__(copied, {})
         copied.local.take_settings()
@@ -392,11 +393,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     def checks_overflow_in_step(self) -> bool:
         """Whether torchopt_ext.GradScaler may leave the overflow check to the local step."""
         return bool(getattr(self.optim, "checks_overflow_in_step", False))
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether a hook of DDP steps, before a gradient scaler can unscale gradients."""
-        return self._overlap_with_ddp
 
     gradients_are_sharded = forwarded("partition", "gradients_are_sharded")
     """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
@@ -445,8 +441,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.
 
-        Returns:
-            The norm before clipping: float64, 0-dim.
+        Returns the norm before clipping: float64, 0-dim.
 
         Raises:
             RuntimeError: backward has stepped already (``overlap_with_ddp``), or a rank rejects its
