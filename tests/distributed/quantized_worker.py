@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import full_tensor, run_cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchopt_ext
+from tests.python.statedict.jobs import train
+from tests.support.ranks import full_tensor, run_cases
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.estimate import estimate
@@ -64,15 +65,7 @@ class Run:
         self.saved = {"model": self.model, "optimizer": self.optimizer}
 
     def step(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for param in self.model.parameters():
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            if isinstance(param, DTensor):
-                placed = (param.device_mesh, param.placements)
-                param.grad = distribute_tensor(grad, *placed, src_data_rank=None)  # type: ignore[assignment]
-            else:
-                param.grad = grad
-        self.optimizer.step()
+        train(self.model, self.optimizer, [seed])
 
     def values(self) -> dict[str, Any]:
         found = {**self.model.state_dict(), **self.optimizer.state_dict()}

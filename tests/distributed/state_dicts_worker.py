@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import difference, full_tensor, gathered, run_cases
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -28,8 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_map_only
 
+from tests.python.statedict.jobs import train
+from tests.support.compare import difference
+from tests.support.ranks import full_tensor, gathered, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.statedict.dcp import load
 
@@ -57,33 +59,21 @@ class Job:
             fully_shard(self.model)
         cls = torch.optim.AdamW if kind == "torch" else FusedAdamW
         self.optimizer: Any = cls(self.model.parameters(), lr=0.1 * seed, **KINDS[kind])
-        for step in range(steps):
-            self.step(10 * seed + step)
+        self.train(range(10 * seed, 10 * seed + steps))
 
-    def step(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for param in self.model.parameters():
-            grad: Any = torch.randn(param.shape, generator=generator).to(param.dtype)
-            if hasattr(param, "placements"):
-                placed = param.device_mesh, param.placements
-                grad = distribute_tensor(grad, *placed, src_data_rank=None)  # type: ignore[arg-type]
-            param.grad = grad
-        self.optimizer.step()
+    def train(self, seeds: Iterable[int]) -> None:
+        train(self.model, self.optimizer, seeds)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Any:
         """Returns copies of weights, state and options, as full tensors."""
-        weights = {k: full_tensor(v).clone() for k, v in self.model.state_dict().items()}
-        states = [
-            {k: full_tensor(v).clone() for k, v in sorted(self.optimizer.state[p].items())}
-            for p in self.model.parameters()
-        ]
+        states = [dict(sorted(self.optimizer.state[p].items())) for p in self.model.parameters()]
         options = [
             {k: tuple(v) if isinstance(v, list) else v for k, v in sorted(group.items())}
+            | {"params": len(group["params"])}
             for group in self.optimizer.param_groups
         ]
-        for group in options:
-            del group["params"]
-        return {"weights": weights, "states": states, "options": options}
+        held = {**self.model.state_dict()}, states, options
+        return tree_map_only(Tensor, lambda tensor: full_tensor(tensor).clone(), held)
 
     def take_weights(self, source: Job) -> None:
         whole = {k: full_tensor(v) for k, v in source.model.state_dict().items()}
@@ -163,7 +153,7 @@ def moves(kind: str, kept: str) -> None:
     names = [[{*state} for state in job.optimizer.state.values()] for job in (alone, expected)]
     expected.optimizer.load_state_dict(alone.optimizer.state_dict())
     expected.take_weights(alone)
-    expected.step(7)
+    expected.train([7])
     path, wrong = checkpoint_of(source, kind), []
     for name, way in WAYS.items():
         replicated, unsharded = name == "sent, replicated", name.startswith("one process")
@@ -181,7 +171,7 @@ def moves(kind: str, kept: str) -> None:
             found = found or "" if rejected(name, *names) else f"raised {error!r}"
         else:
             target.take_weights(source)
-            target.step(7)
+            target.train([7])
             found = difference(target.values(), expected.values())
             found = found or ("was not rejected" if rejected(name, *names) else "")
         if found:

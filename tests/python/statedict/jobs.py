@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
@@ -72,7 +73,11 @@ def train(model: nn.Module, optimizer: Any, seeds: Iterable[int]) -> None:
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(BF16).to(p.dtype)
+            gradient: Any = torch.randn(p.shape, generator=generator).to(BF16).to(p.dtype)
+            if isinstance(p, DTensor):
+                layout = p.device_mesh, p.placements
+                gradient = distribute_tensor(gradient, *layout, src_data_rank=None)
+            p.grad = gradient
         if isinstance(optimizer, OptimizersInBackwardContainer):
             gradients = [(p.grad, setattr(p, "grad", None))[0] for p in model.parameters()]
             torch.autograd.backward([*model.parameters()], gradients)
