@@ -53,7 +53,7 @@ def save_checkpoint(
     folder = Path(folder).resolve()  # replace the folder, not a link to it
     saving = folder.with_name(folder.name + SAVING)
     with fail_together(group):
-        plain = not all(is_dtensor(p) for own in optimizer.params_by_group for p in own)
+        plain = not all(is_dtensor(p) for group in optimizer.params_by_group for p in group)
         if plain and optimizer.process_group is not None:
             raise ValueError(
                 "plain parameters of an optimizer with a process_group are shards, whose places in "

@@ -69,7 +69,7 @@ class DynamicGradScaler(LossScale):
         with torch.inference_mode(False):
             scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         super().__init__(scale, settings)
-        self._set = float(initial_scale)  # the scale, while it cannot move
+        self._fixed = float(initial_scale)  # the scale, while it cannot move
 
     @property
     def inv_scale(self) -> Tensor:
@@ -78,7 +78,7 @@ class DynamicGradScaler(LossScale):
 
     def is_one(self) -> bool:
         """Returns whether the scale is 1. Waits for the device only if the scale can move."""
-        return (self.scale.item() if self._moves else self._set) == 1.0
+        return (self.scale.item() if self._moves else self._fixed) == 1.0
 
     @torch.no_grad()
     def update(self, overflow: bool | Tensor) -> None:
@@ -103,8 +103,8 @@ class DynamicGradScaler(LossScale):
             ValueError: a number is missing or out of range. Nothing is changed.
         """
         self.check_state_dict(state_dict)
-        self._set = float(state_dict["_scale"])
-        self.scale.fill_(self._set)
+        self._fixed = float(state_dict["_scale"])
+        self.scale.fill_(self._fixed)
         for key, name in _COUNTS.items():
             self.field(name).fill_(float(state_dict[key]))
 

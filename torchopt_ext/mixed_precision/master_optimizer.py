@@ -48,7 +48,7 @@ class MasterOptimizer(FusedSGD):
     _skipped: float | None = None
 
     def __init__(self, optim: Optimizer) -> None:
-        super().__init__([*map(_own_group, optim.param_groups)])
+        super().__init__([*map(_params_and_names, optim.param_groups)])
         self.keep_masters()
         self.optim = optim
         self._adopt(lambda param: param.requires_grad)
@@ -59,7 +59,7 @@ class MasterOptimizer(FusedSGD):
             return
         with restored_if_raised([param_group], self.optim), restored_if_raised([], self):
             self.optim.add_param_group(param_group)
-            super().add_param_group(_own_group(self.optim.param_groups[-1]))
+            super().add_param_group(_params_and_names(self.optim.param_groups[-1]))
             self._adopt(lambda param: param.requires_grad)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -221,16 +221,16 @@ class MasterOptimizer(FusedSGD):
             param, _ = self._stepped[positions[i]]
             if gradients[i] is not local_tensor(param.grad):  # had other strides or placements
                 param.grad = as_placed(gradients[i], param)
-        own: list[Any] = [masters[i] for i in wide]
-        made = self._room(part, [positions[i] for i in wide], own)
+        stepped: list[Any] = [masters[i] for i in wide]
+        room = self._room(part, [positions[i] for i in wide], stepped)
         in_place = [gradients[i] for i in narrow]
         sources = [gradients[i] for i in wide]
-        _C.scaled_copy_([*made, *in_place], [*sources, *in_place], control, unscale=True)
-        for i, grad in zip(wide, made, strict=True):
+        _C.scaled_copy_([*room, *in_place], [*sources, *in_place], control, unscale=True)
+        for i, grad in zip(wide, room, strict=True):
             _, master = self._stepped[positions[i]]
             master.grad = as_placed(grad, master)
         _C.clear_gradients([self._stepped[positions[i]][0] for i in wide])
-        return [shards[i] for i in wide], own, control
+        return [shards[i] for i in wide], stepped, control
 
     def _room(self, part: NormPart, positions: list[int], masters: list[Tensor]) -> list[Tensor]:
         """Returns memory for the masters' gradients.
@@ -240,8 +240,8 @@ class MasterOptimizer(FusedSGD):
         optimizers other than torch's, which may keep gradients themselves.
         """
         kept = part[0].type == "cpu" and type(self.optim).__module__.startswith("torch.optim.")
-        known, room = self._rooms.get(part, ((), []))
-        if not kept or known != positions:
+        last, room = self._rooms.get(part, ((), []))
+        if not kept or last != positions:
             room = _C.carve(masters)
         if kept:
             self._rooms = {**self._rooms, part: (positions, room)}
@@ -251,7 +251,7 @@ class MasterOptimizer(FusedSGD):
         return super()._portable_state() | {"optim": self.optim, "_held": self._held}
 
 
-def _own_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def _params_and_names(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: [*group[key]] for key in ("params", "param_names") if key in group}
 
 

@@ -164,8 +164,8 @@ class Offloader:
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", cuda.current_device())
         pairs = [
-            (t, torch.empty_like(local_tensor(t), device=device or of))
-            for t, of in self._origin.items()
+            (tensor, torch.empty_like(local_tensor(tensor), device=device or former))
+            for tensor, former in self._origin.items()
         ]
         self._origin = WeakTensorKeyDictionary()  # only now: memory may have run out above
         self._move(pairs)
@@ -183,12 +183,11 @@ class Offloader:
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for tensor, memory in pairs:
             source = local_tensor(tensor)
-            by_device[memory.device if source.is_cpu else source.device].append((tensor, memory))
+            by_device[memory.device if source.is_cpu else source.device].append((source, memory))
         for device, moving in by_device.items():
             if device.type != "cuda":
                 self.wait()
-                for tensor, memory in moving:
-                    source = local_tensor(tensor)
+                for source, memory in moving:
                     source.data = memory.copy_(source)  # the plan refers to this tensor object
                 continue
             if device not in self._streams:
@@ -197,8 +196,7 @@ class Offloader:
             for other in (current, *self._streams.values()):
                 stream.wait_stream(other)
             with cuda.stream(stream):
-                for tensor, memory in moving:
-                    source = local_tensor(tensor)
+                for source, memory in moving:
                     memory.copy_(source, non_blocking=True)
                     if source.is_cuda:  # its memory must not be reused before the copy ends
                         source.record_stream(stream)
