@@ -74,8 +74,8 @@ def build_optimizers(
             unknown; or no parameter is trainable. In a pipeline, checks of parameters are skipped,
             because other stages have parameters, too.
     """
-    given = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
-    read = _of_job_config if hasattr(given, "optimizer") else _of_optimizer_config
+    first = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
+    read = _of_job_config if hasattr(first, "optimizer") else _of_optimizer_config
     config, dims, ft_manager = read(*args, **kwargs)
     in_backward, fused = config.early_step_in_backward, config.implementation == "fused"
     if config.implementation not in ("fused", "foreach", "for-loop"):
@@ -144,7 +144,7 @@ def build_optimizers(
     container: OptimizersContainer[Any]
     if fault_tolerant:
         # In torchtitan 0.1 the job configuration tells, not the manager.
-        section = getattr(given, "fault_tolerance", None)
+        section = getattr(first, "fault_tolerance", None)
         every_step = getattr(section, "semi_sync_method", None) is None
         quorum = getattr(ft_manager, "use_async_quorum", every_step)
         container = FTOptimizersContainer(*arguments, ft_manager.manager, quorum, **choice)
@@ -165,21 +165,22 @@ def common_arguments(config: Any) -> dict[str, Any]:
         ValueError: a hyperparameter is set that the algorithm does not have.
     """
     algorithm = algorithm_of({"algorithm": config.name.lower()})
-    own = {hyper.name: hyper for hyper in algorithm.hypers}
+    names = {hyper.name for hyper in algorithm.hypers}
     every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
-    given = {name: getattr(config, name, None) for name in sorted(every.difference(_UNCONFIGURED))}
-    unset = {n for n, value in given.items() if value is None or (n in DECAY and not value)}
-    given = {name: value for name, value in given.items() if name not in unset}
-    for name, value in given.items():
-        if name not in own and value and value != _PRESET.get(name):
+    values = _PRESET if algorithm is ADAM else {"lr": algorithm.defaults["lr"]}
+    for name in sorted(every.difference(_UNCONFIGURED)):
+        value = getattr(config, name, None)
+        if value is None or (name in DECAY and not value):
+            continue
+        if name not in names and value and value != _PRESET.get(name):
             raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
-    given = (_PRESET if algorithm is ADAM else {"lr": algorithm.defaults["lr"]}) | given
-    found: dict[str, Any] = {}
+        values = values | {name: value}
+    arguments: dict[str, Any] = {}
     for hyper in algorithm.hypers:
-        if hyper.name in given:
-            value = given[hyper.name]
-            found[hyper.key] = value if hyper.index < 0 else (*found.get(hyper.key, ()), value)
-    return found
+        if hyper.name in values:
+            value, held = values[hyper.name], arguments.get(hyper.key, ())
+            arguments[hyper.key] = value if hyper.index < 0 else (*held, value)
+    return arguments
 
 
 def choice_of_params(config: Any) -> dict[str, Any]:
@@ -207,13 +208,12 @@ def read_options(config: Any) -> dict[str, Any]:
     A dtype may be given by its name. The default of `fp32_moments` only counts with 8-bit moments.
     """
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
-    given = {name: read(name, None) for name in CONFIGURED}
-    chosen = given.pop("fp32_moments")
-    options = {name: value for name, value in given.items() if value}
+    options = {name: value for name in CONFIGURED if (value := read(name, None))}
+    options.pop("fp32_moments", None)
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
-    eight_bits = is_8_bit(options.get("state_dtype"))
+    eight_bits, chosen = is_8_bit(options.get("state_dtype")), read("fp32_moments", None)
     if chosen is not None and (eight_bits or list(chosen) != list(EMBEDDINGS)):
         options["fp32_moments"] = chosen  # () is a choice, too
     return options
@@ -247,16 +247,16 @@ def ineffective(
         )
     if not dtypes:
         return messages
-    found = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
+    params = f"the parameters are {', '.join(sorted(map(str, dtypes)))}"
     master = options.get("master_weights")
     if master and dtypes.isdisjoint(SIXTEEN_BIT if master == "fp32" else {torch.bfloat16}):
         expected = "bfloat16 or float16" if master == "fp32" else "bfloat16"
-        messages["master_weights"] = f"master_weights has no effect: {found}, expected {expected}"
+        messages["master_weights"] = f"master_weights has no effect: {params}, expected {expected}"
     kept = master in ("fp32", "remainder")  # these keep what rounding a weight would lose
     rounded = {options.get("state_dtype")}.union(() if kept else dtypes)
     if options.get("stochastic_rounding") and not rounded & {torch.bfloat16, torch.int8}:
         messages["stochastic_rounding"] = (
-            f"stochastic_rounding has no effect: {found}, and nothing else is rounded to bfloat16"
+            f"stochastic_rounding has no effect: {params}, and nothing else is rounded to bfloat16"
         )
     return messages
 

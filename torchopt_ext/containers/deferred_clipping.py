@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import ClipsInStep, OptimizersContainer
+from torchopt_ext.containers.optimizers import ClipsInStep, OptimizersContainer, fused_of
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.step import measure_norm
@@ -36,7 +36,7 @@ class DeferredClipping:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers: list[FusedOptimizer] = []
+        self._optimizers = fused_of(optimizers)
         for optimizer in optimizers:
             if not isinstance(optimizer, FusedOptimizer):
                 raise ValueError(
@@ -48,7 +48,6 @@ class DeferredClipping:
                     f"deferred clipping takes its threshold from the call before each step, but "
                     f"max_grad_norm is {optimizer.max_grad_norm}: leave out one of the two"
                 )
-            self._optimizers.append(optimizer)
         self._max_norm: float | None = None  # of the calls for the next step
         self._measured: dict[torch.device, Tensor] = {}
 

@@ -110,9 +110,9 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
         """Hooks the parameters that are in the groups now, and no others."""
         remove_all(self._handles)
         self._optimizer_of = {p: opt for opt in self.optimizers for p in params_of(opt)}
-        found = [] if self.measures_norm else make_batches(self.optimizers)
-        self._batches_of = {param: batches for batches in found for param in batches.places}
-        self._joint_steps = [joint for batches in found for joint in batches.joint_steps]
+        every = [] if self.measures_norm else make_batches(self.optimizers)
+        self._batches_of = {param: batches for batches in every for param in batches.places}
+        self._joint_steps = [joint for batches in every for joint in batches.joint_steps]
         self._counts: dict[Tensor, int] = {}  # gradients since a parameter's last update
         self._reduced_by_ddp: bool | None = None  # None: not searched for yet
         hook = WeakHook(self, "_take_gradient")
@@ -226,13 +226,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             *(first, len(others), others[0], others[-1]),
         )
         completed = dict(state_dict)
-        for key, own in self.state_dict().items():
+        for key, value in self.state_dict().items():
             kind, _, rest = key.partition(".")
             option = rest.rpartition(".")[2]
             if key in completed or option in MASTERS or not any(is_of(key, n) for n in others):
                 continue
-            saved = completed.get(f"param_groups.{first}.{option}", own)
-            completed[key] = saved if kind == "param_groups" else torch.zeros_like(own)
+            saved = completed.get(f"param_groups.{first}.{option}", value)
+            completed[key] = saved if kind == "param_groups" else torch.zeros_like(value)
         return completed
 
     def _take_gradient(self, param: nn.Parameter) -> None:

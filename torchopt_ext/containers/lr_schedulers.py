@@ -96,13 +96,13 @@ class LRSchedulersContainer(Stateful):
         last_epoch = plain(state_dict["last_epoch"])
         if not isinstance(last_epoch, int) or isinstance(last_epoch, bool) or last_epoch < 0:
             raise ValueError(f"last_epoch is {last_epoch!r}, expected a number of steps, 0 or more")
-        own = [scheduler.base_lrs for scheduler in self.schedulers]
         saved = state_dict.get("base_lrs", [])
         if not all(isinstance(lr, Real | Tensor) for lr in saved):
             raise ValueError(f"base_lrs is {saved!r}, expected learning rates")
         factors = state_dict.get("lr_lambdas", [])
         self._try_factors(last_epoch, factors)
-        same = len({float(lr) for lr in chain(*own)}) <= 1 == len({float(lr) for lr in saved})
+        present = {float(lr) for scheduler in self.schedulers for lr in scheduler.base_lrs}
+        same = len(present) <= 1 == len({float(lr) for lr in saved})
         self._follows_initial_lrs = bool(saved) and (self._partial or not same)
         for scheduler in self.schedulers:
             groups = scheduler.optimizer.param_groups

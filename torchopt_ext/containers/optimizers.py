@@ -178,10 +178,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
 
     def _fused(self) -> list[FusedOptimizer]:
-        fused: list[FusedOptimizer] = [
-            opt for opt in self.optimizers if isinstance(opt, FusedOptimizer)
-        ]
-        if not fused:
+        if not (fused := fused_of(self.optimizers)):
             raise AttributeError(f"{type(self.optimizers[0]).__name__} has no control block")
         return fused
 
@@ -272,9 +269,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             from_: float32 weights by parameter, or by name in the state dict. All weights are
                 checked before any is set.
         """
-        fused = [
-            optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)
-        ]
+        fused = fused_of(self.optimizers)
         if from_ is None:
             for optimizer in fused:
                 optimizer.refresh_masters()
@@ -289,8 +284,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                 optimizer.state.update(entries)
             raise
         for optimizer in fused:
-            own = [pair for pair in pairs if owner.get(pair[0]) is optimizer]
-            optimizer.set_weights_and_state(own)
+            optimizer.set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
@@ -324,17 +318,16 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         named = chain(*(part.named_parameters() for part in self.model_parts))
         names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
         for optimizer in self.optimizers:
-            params = params_of(optimizer)
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.first_parameter_number = number
-                groups = optimizer.param_groups
                 optimizer.parameter_names = [
-                    [names.get(p, "") for p in g["params"]] for g in groups
+                    [names.get(param, "") for param in group["params"]]
+                    for group in optimizer.param_groups
                 ]
-            number += len(params)
+            number += len(params_of(optimizer))
         # Schedulers such as OneCycleLR look for betas among the defaults.
-        own = self.optimizers[0].defaults if self.optimizers else {}
-        defaults = {**own, **(optimizer_kwargs or {})}
+        of_first = self.optimizers[0].defaults if self.optimizers else {}
+        defaults = {**of_first, **(optimizer_kwargs or {})}
         defaults.pop("fp32_moments", None)  # may hold parameters that a framework replaces
         Optimizer.__init__(self, [{"params": all_params}], defaults)
 
@@ -447,8 +440,7 @@ def with_fp32_moments(
     ]
     embeddings = embeddings_of(module for part in model_parts for module in part.modules())
     chosen = arguments.get("fp32_moments", EMBEDDINGS)
-    found = fp32_params(named, chosen, embeddings, partial=partial)
-    return {**arguments, "fp32_moments": found}
+    return {**arguments, "fp32_moments": fp32_params(named, chosen, embeddings, partial=partial)}
 
 
 def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
@@ -459,9 +451,14 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
 
 
+def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:
+    """Returns the optimizers that step by the engine."""
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
+
+
 def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedOptimizer]:
     """Returns the optimizers if norm and skipping are one decision over all of them, else []."""
-    fused = [opt for opt in optimizers if isinstance(opt, FusedOptimizer)]
+    fused = fused_of(optimizers)
     if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
         return []
     for opt in fused:

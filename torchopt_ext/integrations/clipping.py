@@ -24,8 +24,8 @@ def clipping_optimizers(optimizer: Any) -> Sequence[Controlled]:
             'give it FusedAdamW(master_weights="fp32") instead'
         )
     inner = [optimizer, getattr(optimizer, "optim", None)]
-    if found := [o for o in inner if isinstance(o, Controlled)]:
-        return found
+    if controlled := [o for o in inner if isinstance(o, Controlled)]:
+        return controlled
     parts = list(getattr(optimizer, "optimizers", ()))
     return parts if all(isinstance(part, Controlled) for part in parts) else []
 
@@ -39,12 +39,12 @@ def set_threshold(optimizer: Any, max_norm: float | None) -> None:
     """
     early = isinstance(optimizer, OptimizersInBackwardContainer)
     if early and not optimizer.checks_overflow_in_step:
-        found = {one.max_grad_norm for one in clipping_optimizers(optimizer)}
-        if {own or math.inf for own in found} != {max_norm or math.inf}:
+        thresholds = {one.max_grad_norm for one in clipping_optimizers(optimizer)}
+        if {threshold or math.inf for threshold in thresholds} != {max_norm or math.inf}:
             raise ValueError(
                 f"gradients should be clipped to {max_norm}, but the container has stepped in "
-                f"backward, with max_grad_norm={found.pop()}: pass its constructor max_grad_norm="
-                f"{max_norm}, or ask for no clipping"
+                f"backward, with max_grad_norm={thresholds.pop()}: pass its constructor "
+                f"max_grad_norm={max_norm}, or ask for no clipping"
             )
         return
     if isinstance(optimizer, OptimizersContainer):

@@ -11,9 +11,9 @@ lets torchtitan's CheckpointManager load our containers' optional entries.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torchopt_ext.containers.build import (
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
 from torchopt_ext.containers.optimizers import (
+    fused_of,
     own_fp32_moments,
     trainable_parameters,
     with_fp32_moments,
@@ -66,6 +67,7 @@ __all__ = [
 _OURS = {cls.__name__: cls for cls in FUSED.values()}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
+_Arguments: TypeAlias = dict[str, dict[str, Any]]  # by the name of the optimizer
 
 
 class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  # type: ignore[misc]
@@ -105,15 +107,16 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         classes = _classes(config)
-        arguments = _arguments_by_name(config, [name for name, cls in classes.items() if cls])
+        ours = [name for name, cls in classes.items() if cls]
+        arguments = _arguments_by_name(config, ours, classes)
         trainable_parameters(model_parts)  # rejects those that cannot be trained
         # A pattern may match in a stage on another rank.
         partial = dist.is_initialized() and dist.get_world_size() > 1
-        for name in arguments:
+        for name in ours:
             reject_ineffective_without_norm(arguments[name], deferred=config.deferred_clipping)
             arguments[name] = with_fp32_moments(arguments[name], model_parts, partial=partial)
         matched, dtypes = _matched(model_parts, [group.pattern for group in config.param_groups])
-        _reject_ineffective(config, arguments, dtypes)
+        _reject_ineffective(config, {name: arguments[name] for name in ours}, dtypes)
         self.model_parts = model_parts
         by_part = [
             self._built_for_part(index, config, named, classes, arguments)
@@ -141,7 +144,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         config: Config,
         matched: list[dict[str, nn.Parameter]],
         classes: dict[str, type[FusedOptimizer] | None],
-        arguments: dict[str, dict[str, Any]],
+        arguments: _Arguments,
     ) -> list[Optimizer]:
         """Builds a part's optimizers from the parameters of each of the configuration's groups."""
         stocks = stock.OptimizersContainer
@@ -162,13 +165,12 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
                 groups.setdefault(name, []).append(params | switches | asked.optimizer_kwargs)
                 patterns.setdefault(name, []).append(asked.pattern)
         optimizers = []
-        for name, own in groups.items():
+        for name, of_name in groups.items():
             factory: Callable[..., Optimizer] = classes[name] or self._resolve_optimizer_factory(
                 name
             )
-            given = config.optimizer_factory_kwargs_by_name.get(name, {})
-            stepped = [param for group in own for param in group["params"]]
-            optimizers.append(factory(own, **own_fp32_moments(arguments.get(name, given), stepped)))
+            stepped = [param for group in of_name for param in group["params"]]
+            optimizers.append(factory(of_name, **own_fp32_moments(arguments[name], stepped)))
             stocks._log_optimizer(self, optimizers[-1], index, patterns[name])
         return optimizers
 
@@ -267,9 +269,8 @@ def agree_over_pipeline(
     """Lets pipeline stages decide together, as a ModelSpec's `post_optimizer_build_fn`."""
     optimizers._knows_stages = True  # also that there are none
     if (mesh := parallel_dims.get_optional_mesh("pp")) is not None:
-        for optimizer in optimizers:
-            if isinstance(optimizer, FusedOptimizer):
-                optimizer.process_group = mesh.get_group()
+        for optimizer in fused_of(optimizers.optimizers):
+            optimizer.process_group = mesh.get_group()
 
 
 patch_dcp_load(checkpointer)
@@ -305,11 +306,10 @@ def _classes(config: Any) -> dict[str, type[FusedOptimizer] | None]:
     return classes
 
 
-def _arguments_by_name(config: Any, ours: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of our optimizers except groups. Rejects what concerns no optimizer."""
-    given = config.optimizer_factory_kwargs_by_name
-    names = dict.fromkeys(group.optimizer_name for group in config.param_groups)
-    if unused := given.keys() - names.keys():
+def _arguments_by_name(config: Any, ours: Sequence[str], names: Collection[str]) -> _Arguments:
+    """Returns the optimizers' arguments except groups. Rejects what concerns no optimizer."""
+    by_name = config.optimizer_factory_kwargs_by_name
+    if unused := by_name.keys() - names:
         raise ValueError(
             f"optimizer_factory_kwargs_by_name has {sorted(unused)}, but the param_groups name "
             f"{list(names)} only"
@@ -324,17 +324,17 @@ def _arguments_by_name(config: Any, ours: Sequence[str]) -> dict[str, dict[str, 
             f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
             f"implementation {config.implementation!r}, none of which is one of {', '.join(_OURS)}"
         )
-    if names and names.keys() <= _OURS.keys() and config.implementation not in _FUSED:
+    if names and _OURS.keys() >= set(names) and config.implementation not in _FUSED:
         raise ValueError(
             f"implementation {config.implementation!r} would have no effect on {list(names)}"
         )
+    arguments = {name: by_name.get(name, {}) for name in names}
     # Keeps what read_options leaves out: arguments like amsgrad, and a threshold of 0.
-    by_name = {name: given.get(name, {}) for name in ours}
-    return {name: own | read_options(options | own) for name, own in by_name.items()}
+    return arguments | {n: arguments[n] | read_options(options | arguments[n]) for n in ours}
 
 
 def _reject_ineffective(
-    config: Any, arguments: dict[str, dict[str, Any]], dtypes: Sequence[set[torch.dtype]]
+    config: Any, arguments: _Arguments, dtypes: Sequence[set[torch.dtype]]
 ) -> None:
     """Raises ValueError if an argument has no effect on any of the optimizers that it is for.
 
@@ -343,14 +343,14 @@ def _reject_ineffective(
         dtypes: of each group's parameters, the same on all ranks, which then raise together.
     """
     by_name: dict[str, set[torch.dtype]] = {}
-    for group, own in zip(config.param_groups, dtypes, strict=True):
-        by_name.setdefault(group.optimizer_name, set()).update(own)
-    messages = {name: ineffective(own, by_name[name]) for name, own in arguments.items()}
-    given = config.optimizer_factory_kwargs_by_name
+    for group, of_group in zip(config.param_groups, dtypes, strict=True):
+        by_name.setdefault(group.optimizer_name, set()).update(of_group)
+    messages = {name: ineffective(arguments[name], by_name[name]) for name in arguments}
+    by_factory = config.optimizer_factory_kwargs_by_name
     for name in messages:
         for option, message in messages[name].items():
             # A field is for the optimizers of all names that do not have their own value.
-            shared = [n for n in messages if option not in given.get(n, {})]
+            shared = [n for n in messages if option not in by_factory.get(n, {})]
             names = shared if name in shared else [name]
             if all(option in messages[n] for n in names):
                 raise ValueError(f"{', '.join(names)}: {message}")
@@ -379,12 +379,13 @@ def _matched(
             else:
                 groups[first][name] = param
         matched.append(groups)
-    found = [
-        {param.dtype for part in matched for param in part[i].values()}
-        for i in range(len(patterns))
-    ]
-    dtypes = _dtypes_everywhere(found)
-    if missing := [pattern for pattern, own in zip(patterns, dtypes, strict=True) if not own]:
+    dtypes = _dtypes_everywhere(
+        [
+            {param.dtype for part in matched for param in part[i].values()}
+            for i in range(len(patterns))
+        ]
+    )
+    if missing := [pattern for pattern, each in zip(patterns, dtypes, strict=True) if not each]:
         raise ValueError(
             f"param_groups patterns match no trainable parameter, or only parameters of patterns "
             f"before them: {missing}"
@@ -394,17 +395,17 @@ def _matched(
     return matched, dtypes
 
 
-def _dtypes_everywhere(found: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
+def _dtypes_everywhere(here: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
     """Returns the dtypes that each group's parameters have here or on another rank."""
-    own = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in found]
-    every = all_gather_text(json.dumps(own), group_of(None), "comparing the parameters' dtypes")
+    names = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in here]
+    every = all_gather_text(json.dumps(names), group_of(None), "comparing the parameters' dtypes")
     ranks = [json.loads(text) for text in every]
-    return [{getattr(torch, name) for rank in ranks for name in rank[i]} for i in range(len(own))]
+    return [{getattr(torch, name) for rank in ranks for name in rank[i]} for i in range(len(here))]
 
 
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if a norm or a skipped step would concern only some parameters."""
-    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
+    ours = fused_of(optimizers)
     if not any(optimizer.wants_norm(ALONE) for optimizer in ours):
         return
     asked = {(optimizer.max_grad_norm, optimizer.skip_nonfinite) for optimizer in ours}
@@ -425,7 +426,7 @@ def _check_stages(optimizers: Sequence[Optimizer]) -> bool:
     Returns:
         Whether there was a decision to make. Otherwise later steps may ask for one.
     """
-    alone = [o for o in optimizers if isinstance(o, FusedOptimizer) and o.process_group is None]
+    alone = [o for o in fused_of(optimizers) if o.process_group is None]
     if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
         return False
     spans = [p.device_mesh.size() for p in params_of(*alone) if isinstance(p, DTensor)]

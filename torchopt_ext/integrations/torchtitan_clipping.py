@@ -73,14 +73,13 @@ def _container_of(parameters: Sequence[Tensor]) -> OptimizersContainer[Any] | No
     parameters, because a stage may train none. If several have as many, it is the latest, because
     an older one may not be collected yet.
     """
-    given, most = set(map(id, parameters)), -1
+    passed, most = set(map(id, parameters)), -1
     decides: OptimizersContainer[Any] | None = None
     for container in [*_watched]:
-        own = set(map(id, params_of(container)))
-        if len(own) < most or not own <= given:
-            continue
-        if all(p.grad is None for p in parameters if id(p) not in own):
-            decides, most = container, len(own)
+        stepped = set(map(id, params_of(container)))
+        others = (p for p in parameters if id(p) not in stepped)
+        if len(stepped) >= most and stepped <= passed and all(p.grad is None for p in others):
+            decides, most = container, len(stepped)
     if isinstance(decides, OptimizersInBackwardContainer):
         # Gradients that backward has left are not in the norm that it measured.
         measured = decides.measures_norm and all(p.grad is None for p in parameters)
