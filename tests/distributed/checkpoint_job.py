@@ -44,6 +44,7 @@ class Data:
         return {f"dp_rank_{self.rank}": {"taken": self.taken, "history": history}, "world": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(())  # the generators must be loaded later
         mine = state.get(f"dp_rank_{self.rank}", {"taken": 0, "history": []})
         assert len(mine["history"]) == mine["taken"]
         self.taken = mine["taken"]

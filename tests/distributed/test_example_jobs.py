@@ -1,4 +1,4 @@
-"""The jobs in examples/ run and give equal losses: they only divide the work differently."""
+"""The jobs in examples/ give equal losses: they only divide the work differently. Loops learn."""
 
 from __future__ import annotations
 
@@ -68,3 +68,19 @@ def test_jobs_train_alike(
     tolerance = 1e-3 if "bfloat16" in job.read_text() else 1e-5
     assert run == pytest.approx(one_process, rel=tolerance)
     assert run[-1] < run[0]
+
+
+@pytest.mark.parametrize("script", ["zero_ddp.py", "fsdp_mixed_precision.py"])
+@pytest.mark.timeout(100)
+def test_a_loop_of_ones_own_learns(start_ranks: Callable[..., str], script: str) -> None:
+    output = start_ranks(str(EXAMPLES / script), 2)
+    learned = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
+    assert len(learned) == 4, output
+    assert learned == sorted(learned, reverse=True)
+    assert 5.6 > learned[0]  # ln 256 is 5.55
+    assert learned[-1] < 4
+    if script == "zero_ddp.py":
+        shares = re.findall(r"rank \d holds ([\d.]+)%", output)
+        assert [float(x) for x in shares] == pytest.approx([50, 50], abs=2.5)
+    else:
+        assert output.count("stepped True") == 4

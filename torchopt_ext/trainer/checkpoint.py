@@ -103,14 +103,15 @@ class CheckpointManager:
             # A separate group, because saves run during the training's collectives.
             self._group = dist.new_group(backend="gloo")
             self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        layout = states_of.layout(job_config.parallelism, self._ranks)
-        self._positions: dict[str, Any] = {RNG: states_of.RandomState(self._rank, layout)}
+        self._positions: dict[str, Any] = {}
         if dataloader is not None:
             self._positions[DATALOADER] = states_of.DataPosition(dataloader)
         if self._manager is not None:
             # Its steps: groups of which only some have the checkpoint would all be at step 0, and
             # torchft would choose whose weights to keep without regard to the loaded ones.
             self._positions[TORCHFT] = self._manager
+        layout = states_of.layout(job_config.parallelism, self._ranks)
+        self._positions[RNG] = states_of.RandomState(self._rank, layout)  # last: others may draw
         self._refused: set[int] = set()
         self._done: int | None = None  # the last step that this process saved in full
         self._delayed = False  # whether skipped steps delay a periodic save
@@ -446,21 +447,20 @@ class CheckpointManager:
         with fail_together(self._group):
             if model:
                 states_of.set_model_state(self._model_parts, loaded)
-            fits = {
-                key: owner.load_state_dict(saved_values.restored(loaded[key]))
-                for key, owner in rest.items()
-                if key != TORCHFT or loaded[key]  # a job without fault tolerance saves none
-            }
             if optimizer and LR_SCHEDULER not in rest:
                 # The loaded learning rates are of the saved schedule's step: set them again.
                 schedulers = self._states[LR_SCHEDULER]
                 schedulers.load_state_dict(schedulers.state_dict())
-            if RNG in rest and not fits[RNG]:
-                # Equal on ranks with equal seeds, and different at each step.
-                seed_generators((torch.initial_seed() + files.step_of(checkpoint)) % 2**63)
-                if self._rank == 0:
-                    text = "%s is of another layout of ranks: random numbers are seeded anew"
-                    logger.warning(text, checkpoint)
+            for key, owner in rest.items():
+                if key == TORCHFT and not loaded[key]:
+                    continue  # a job without fault tolerance saves none
+                fits = owner.load_state_dict(saved_values.restored(loaded[key]))
+                if key == RNG and not fits:
+                    # Equal on ranks with equal seeds, and different at each step.
+                    seed_generators((torch.initial_seed() + files.step_of(checkpoint)) % 2**63)
+                    if self._rank == 0:
+                        text = "%s is of another layout of ranks: random numbers are seeded anew"
+                        logger.warning(text, checkpoint)
         pairs = dict.fromkeys(zip(states_of.settings(self._states), configured, strict=False))
         replaced = [f"{here} instead of {asked}" for here, asked in pairs if here != asked]
         if self._rank == 0 and replaced:

@@ -1,4 +1,4 @@
-"""Devices, process groups, seeds and contexts, on one process."""
+"""Devices, process groups, seeds, contexts and replica groups, on one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchopt_ext import _torch
@@ -23,6 +23,7 @@ from torchopt_ext.trainer import distributed, process
 from torchopt_ext.trainer.checkpoint_states import generator_states
 from torchopt_ext.trainer.config import ActivationCheckpoint, JobConfig
 from torchopt_ext.trainer.forward_pass import maybe_enable_amp
+from torchopt_ext.trainer.ft import FTManager
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 from torchopt_ext.trainer.parallelize import checkpoint_activations, parallelize
 from torchopt_ext.trainer.process import StopOnSignal
@@ -230,3 +231,30 @@ def test_settings_that_do_not_go_together(
     plan: Any = {"tp_plan": lambda *_: {}} if "seq_len" in message else {}
     with pytest.raises(ValueError, match=message):
         parallelize(Model(), mesh, dims_of(*degrees), config, **plan)  # type: ignore[arg-type]
+
+
+# ---- replica groups ------------------------------------------------------------------------------
+
+
+class Peer:
+    """A torchft.Manager whose one other replica group has given tensors, in the order of calls."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def allreduce(self, tensor: Tensor) -> Any:
+        tensor.copy_((tensor + self.tensors.pop(0)) / 2)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_gradients_that_groups_lack_count_as_zeros() -> None:
+    """The other group lacks the third gradient, this group the second, and both the fourth."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(4)])
+    for param, value in zip(model, (1.0, None, 100.0, None), strict=True):
+        param.grad = None if value is None else torch.full((2,), value)
+    peers = [torch.full((2,), value) for value in (3.0, 20.0, 0.0, 0.0)]
+    peer = Peer([torch.tensor([1.0, 1.0, 0.0, 0.0]), *peers])
+    FTManager(peer, 2).average_gradients([model])
+    averages = [None if p.grad is None else p.grad.tolist() for p in model]
+    assert averages == [[2.0, 2.0], [10.0, 10.0], [50.0, 50.0], None]
+    assert peer.tensors == []
