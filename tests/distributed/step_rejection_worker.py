@@ -284,20 +284,20 @@ OURS = [
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    found: dict[str, Callable[[], None]] = {"later": known_later, "LBFGS": of_lbfgs}
+    table: dict[str, Callable[[], None]] = {"later": known_later, "LBFGS": of_lbfgs}
     for fault in ("", "frozen", "hook", "setting"):
-        found[f"reducer, {fault}"] = partial(of_reducer, fault)
+        table[f"reducer, {fault}"] = partial(of_reducer, fault)
     for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):
-        found[f"AdamW, frozen, {options}"] = partial(of_zero, "AdamW", "frozen", options)
+        table[f"AdamW, frozen, {options}"] = partial(of_zero, "AdamW", "frozen", options)
     for kind, (fault, kinds) in product(KINDS, FAULTS.items()):
         if kinds in kind:
             given = kind, fault, {"partition": "balanced"} if fault == "shape" else {}
-            found[f"{kind}, {fault}"] = partial(of_zero, *given)
-            found[f"{kind}, {fault} on a GPU"] = partial(of_zero_on_a_gpu, *given)
-    found |= {f"{', '.join(each)}": partial(of_ours, *each) for each in OURS}
+            table[f"{kind}, {fault}"] = partial(of_zero, *given)
+            table[f"{kind}, {fault} on a GPU"] = partial(of_zero_on_a_gpu, *given)
+    table |= {f"{', '.join(each)}": partial(of_ours, *each) for each in OURS}
     for kind, partition in product(("FusedAdamW", "AdamW"), ("greedy", "balanced")):
-        found[f"{kind}, {partition}, after"] = partial(fails_after_the_step, kind, partition)
-    return found
+        table[f"{kind}, {partition}, after"] = partial(fails_after_the_step, kind, partition)
+    return table
 
 
 if __name__ == "__main__":

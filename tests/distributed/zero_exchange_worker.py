@@ -301,7 +301,7 @@ def without_copies() -> None:
 
 def cases() -> dict[str, Callable[[], None]]:
     exchange.MAX_PACKED_BYTES = PIECE
-    found: dict[str, Callable[[], None]] = {
+    table: dict[str, Callable[[], None]] = {
         "text and agreement": text_and_agreement,
         "check same": check_same,
         "nothing": lambda: check([[]] * 3, {}, to=0),
@@ -322,10 +322,10 @@ def cases() -> dict[str, Callable[[], None]]:
         "subgroup": subgroup,
     }
     for to in (0, LAST):
-        found |= {f"whole to {to}": partial(whole_values, to), f"parts to {to}": partial(parts, to)}
+        table |= {f"whole to {to}": partial(whole_values, to), f"parts to {to}": partial(parts, to)}
     for name, wrong in WRONG_PARTS.items():
-        found[f"wrong: {name}"] = partial(wrong_parts, *wrong)
-    return found
+        table[f"wrong: {name}"] = partial(wrong_parts, *wrong)
+    return table
 
 
 if __name__ == "__main__":

@@ -138,15 +138,15 @@ def refused(
 
 
 def cases() -> Cases:
-    found: Cases = {}
+    table: Cases = {}
     for partition in ("greedy", "balanced"):
-        found[f"consolidated {partition}"] = partial(consolidated, partition)
-    found |= {f"async {writer}": partial(asynchronous, writer) for writer in (False, True)}
+        table[f"consolidated {partition}"] = partial(consolidated, partition)
+    table |= {f"async {writer}": partial(asynchronous, writer) for writer in (False, True)}
     for value in (torch.ones(3).to_sparse(), {1: 2.0}, print):
-        found[f"unstorable {type(value).__name__}"] = partial(unstorable, value)
+        table[f"unstorable {type(value).__name__}"] = partial(unstorable, value)
     for what, (error, message, change) in REFUSED.items():
-        found[what] = partial(refused, what, error, message, **change)
-    return found
+        table[what] = partial(refused, what, error, message, **change)
+    return table
 
 
 if __name__ == "__main__":

@@ -373,10 +373,10 @@ def any_training(seed: int, mode: str) -> None:
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    found = {
+    table = {
         f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(6)
     }
-    found |= {
+    table |= {
         f"whole and sharded, {kind.__name__} {options}": partial(whole_and_sharded, kind, **options)
         for kind, options in (
             (FusedLion, {"master_weights": "fp32"}),
@@ -385,7 +385,7 @@ def cases() -> dict[str, Callable[[], None]]:
             (FusedSGD, {"momentum": 0.9, "nesterov": True}),
         )
     }
-    return found | {
+    return table | {
         f"{kind}, {partition}": partial(any_operations, kind, partition, seed)
         for seed, kind in enumerate(KINDS)
         for partition in PARTITIONS

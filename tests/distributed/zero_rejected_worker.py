@@ -137,9 +137,9 @@ def load_by_torchs_function(kind: str, **options: Any) -> None:
         optimizer.zero_grad()
     saved, of_flat = (get_optimizer_state_dict(source, zero, options=o) for o in (nested, flat))
     less = {**saved, "state": dict([*saved["state"].items()][1:])}
-    for given, form in ((less, nested), (of_flat, flat), (saved, nested)):
-        call = partial(set_optimizer_state_dict, target, loaded, given, options=form)
-        if given is less or (form is flat and "partition" in options):
+    for state, form in ((less, nested), (of_flat, flat), (saved, nested)):
+        call = partial(set_optimizer_state_dict, target, loaded, state, options=form)
+        if state is less or (form is flat and "partition" in options):
             with unchanged(loaded), raises(ValueError, "is missing", "strict=False"):
                 call()
         else:
@@ -199,10 +199,10 @@ def other_parameters(how: str, message: str) -> None:
         params, names = parameters([(2, 3), (4,), (5,)]), ["one", "two", "three"]
         if is_last():
             oddly(how, params, names)
-        given: Any = list(zip(names, params, strict=False)) if named else params
+        pairs: Any = list(zip(names, params, strict=False)) if named else params
         if named or how != "names":
             with raises(ValueError, message if named else ""):
-                zero_over(given, "AdamW")
+                zero_over(pairs, "AdamW")
         if not named and how != "none":
             zero = zero_over(parameters([(1,)]), "AdamW")
             call = partial(zero.add_param_group, {"params": params})
@@ -227,16 +227,16 @@ def other_arguments() -> None:
         ("weight_decay", 0.1, 0.2),
     ):
         params: list[Any] = [*layers(1).parameters()]
-        given: dict[str, Any] = {"optimizer_class": FusedAdamW, "lr": 0.1}
-        given[name] = other if is_last() else common
+        options: dict[str, Any] = {"optimizer_class": FusedAdamW, "lr": 0.1}
+        options[name] = other if is_last() else common
         if name == "bucket_elements":
-            given["partition"] = "balanced"
+            options["partition"] = "balanced"
         elif name == "weight_decay":  # of a group
-            params = [{"params": params, name: given.pop(name)}]
+            params = [{"params": params, name: options.pop(name)}]
         elif name == "params_per_rank":
-            given[name] = [[params[i]] for i in given[name]]
+            options[name] = [[params[i]] for i in options[name]]
         with raises(ValueError, "the ranks differ in their parameters and arguments", f"{name}="):
-            ZeroRedundancyOptimizer(params, **given)
+            ZeroRedundancyOptimizer(params, **options)
     with raises(ValueError, "differ in their arguments"):
         trained().consolidate_state_dict(to=99 * is_last())
 
@@ -375,7 +375,7 @@ def wrong_local_optimizers() -> None:
 
 
 def cases() -> Cases:
-    found: Cases = {
+    table: Cases = {
         function.__name__: function
         for function in (
             load_into_a_container, other_arguments, wrong_owners, other_shape,
@@ -387,21 +387,21 @@ def cases() -> Cases:
     for kind in KINDS:
         missing = [f"missing {number}" for number in range(6)] if kind != "SGD" else []
         for how in hows + missing:
-            found[f"load {kind}, {how}"] = partial(load, kind, how)
+            table[f"load {kind}, {how}"] = partial(load, kind, how)
         for how in ("shape 3", *missing[:2]):
-            found[f"load {kind}, {how} on one rank"] = partial(load, kind, how, everywhere=False)
-        found[f"load {kind}, balanced"] = partial(load, kind, "shape 3", **PARTITIONS["balanced"])
+            table[f"load {kind}, {how} on one rank"] = partial(load, kind, how, everywhere=False)
+        table[f"load {kind}, balanced"] = partial(load, kind, "shape 3", **PARTITIONS["balanced"])
         for fault in ("end", "hook"):
-            found[f"load {kind} fails late, {fault}"] = partial(load_fails_late, kind, fault)
+            table[f"load {kind} fails late, {fault}"] = partial(load_fails_late, kind, fault)
         for name, options in PARTITIONS.items():
-            found[f"tied {kind}, {name}"] = partial(tied_later, kind, **options)
+            table[f"tied {kind}, {name}"] = partial(tied_later, kind, **options)
             if kind != "SGD":
                 case = partial(load_by_torchs_function, kind, **options)
-                found[f"torch's function, {kind}, {name}"] = case
-    found |= {f"other {how}": partial(other_parameters, how, m) for how, m in ODDITIES.items()}
+                table[f"torch's function, {kind}, {name}"] = case
+    table |= {f"other {how}": partial(other_parameters, how, m) for how, m in ODDITIES.items()}
     for name, options in PARTITIONS.items():
-        found[f"groups, {name}"] = partial(groups_that_do_not_fit, **options)
-    return found
+        table[f"groups, {name}"] = partial(groups_that_do_not_fit, **options)
+    return table
 
 
 if __name__ == "__main__":

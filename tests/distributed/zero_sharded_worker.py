@@ -59,16 +59,16 @@ class Model(nn.Module):
 def gradients(step: int, rank: int) -> list[Tensor | None]:
     """Returns a rank's gradients. One of rank 0 overflows in a step."""
     generator = torch.Generator().manual_seed(step)
-    size, found = dist.get_world_size(), list[Tensor | None]()
+    size, drawn = dist.get_world_size(), list[Tensor | None]()
     for shape in SHAPES:
         common = torch.randint(-4, 5, shape, generator=generator).float()
         sign = 0 if size % 2 and rank == size - 1 else 1 - 2 * (rank % 2)
-        found.append(common + sign)
+        drawn.append(common + sign)
     if step == OVERFLOW_STEP and rank == 0:
-        last = found[-2]
+        last = drawn[-2]
         assert last is not None
         last[0, -1] = float("nan")
-    return found
+    return drawn
 
 
 def mean(step: int) -> list[Tensor | None]:
@@ -122,13 +122,13 @@ class Pair:
             optimizer.zero_grad()
 
     def losses(self, step: int, unused: tuple[int, ...] = ()) -> list[Tensor]:
-        found = []
+        losses = []
         for run, averages in zip(self.runs, (self.averages, self.by_ddp), strict=True):
-            given = gradients(step, dist.get_rank()) if averages else mean(step)
-            given = [None if number in unused else g for number, g in enumerate(given)]
+            values = gradients(step, dist.get_rank()) if averages else mean(step)
+            values = [None if number in unused else g for number, g in enumerate(values)]
             dtype = self.models[0].weights[0].dtype
-            found.append(run([None if g is None else g.to(dtype) for g in given]))
-        return found
+            losses.append(run([None if g is None else g.to(dtype) for g in values]))
+        return losses
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -254,19 +254,19 @@ WAYS = {"greedy": ("averaged", "ddp"),
 
 
 def cases() -> Cases:
-    found: Cases = {"lazily": lazily, "shares": shares}
+    table: Cases = {"lazily": lazily, "shares": shares}
     for partition, how in itertools.chain(
         *([(p, how) for how in ways] for p, ways in WAYS.items())
     ):
         way = f"{partition}, {how}"
         for held in HELD:
-            found[f"{held}: {way}"] = partial(train, partition, how, held)
+            table[f"{held}: {way}"] = partial(train, partition, how, held)
         if how in ("averaged", "sharded"):
-            found[f"frozen: {way}"] = partial(frozen_and_unused, partition, how)
+            table[f"frozen: {way}"] = partial(frozen_and_unused, partition, how)
         if how in ("averaged", "sharded", "hook"):
-            found[f"scaled: {way}"] = partial(scaled, partition, how)
-            found[f"twice: {way}"] = partial(train, partition, how, "fp32", passes=2)
-    return found | {
+            table[f"scaled: {way}"] = partial(scaled, partition, how)
+            table[f"twice: {way}"] = partial(train, partition, how, "fp32", passes=2)
+    return table | {
         f"complex: {partition}": partial(complex_norms, partition) for partition in WAYS
     }
 

@@ -162,16 +162,16 @@ def chain(name: str, by_files: bool) -> None:
         group = dist.new_group(range(4 - size, 4))
         if dist.get_rank() < 4 - size:
             continue
-        own, zero = sharded(name, partition, [5], group=group)
+        mine, zero = sharded(name, partition, [5], group=group)
         if by_files:
-            read = elements_read(zero, own, path, group)
+            read = elements_read(zero, mine, path, group)
             path = folder / f"{name} {size} {partition}"
-            content = {"optimizer": zero, "model": weights(own)}
+            content = {"optimizer": zero, "model": weights(mine)}
             dcp.save(content, checkpoint_id=path, process_group=group)
             assert_shared([read, elements_of(zero)], expected[0], group)
         else:
             zero.load_state_dict(saved)
-            for param, weight in zip(own, expected[1].values(), strict=True):
+            for param, weight in zip(mine, expected[1].values(), strict=True):
                 param.data.copy_(weight)
         saved = whole_state(zero)
         assert_same(saved, expected[0])
@@ -179,8 +179,8 @@ def chain(name: str, by_files: bool) -> None:
             assert_loads_unsharded(name, path if by_files else None, saved, expected[0])
             if by_files and (size, partition) == (4, "balanced"):
                 assert shapes_cut_inside_a_row(path) == [(2, 50, 200), (3, 64, 16, 15), (3, 10000)]
-        step(zero, own, [9])
-        assert_same(weights(own), weights(params))
+        step(zero, mine, [9])
+        assert_same(weights(mine), weights(params))
     dist.barrier()
 
 
@@ -193,9 +193,9 @@ def elements_read(zero: Any, params: list[Any], path: Path, group: Any) -> int:
 
         def buffer(path: Any, like: Tensor) -> Any:
             nonlocal count
-            found = of_zero(path, like)
-            count += 0 if found is like else elements(found)
-            return found
+            target = of_zero(path, like)
+            count += 0 if target is like else elements(target)
+            return target
 
         return buffer
 
@@ -242,8 +242,8 @@ def assert_loads_unsharded(name: str, path: Path | None, saved: Any, expected: A
 
 
 def keys_and_shapes(path: Path) -> dict[str, Any]:
-    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {k: list(md.size) if hasattr(md, "size") else "value" for k, md in found.items()}
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {k: list(md.size) if hasattr(md, "size") else "value" for k, md in metadata.items()}
 
 
 def shapes_cut_inside_a_row(path: Path) -> list[tuple[int, ...]]:
@@ -300,10 +300,10 @@ def torchs_functions(kind: str, **options: Any) -> None:
                     get_optimizer_state_dict(model, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-        found = [get_optimizer_state_dict(twins[0], zero) for _ in range(2)][1]
+        saved = [get_optimizer_state_dict(twins[0], zero) for _ in range(2)][1]
         expected = [get_optimizer_state_dict(twins[1], plain) for _ in range(2)][1]
         zero = zero_over(twins[0].parameters(), kind, **options)
-        set_optimizer_state_dict(twins[0], zero, found)
+        set_optimizer_state_dict(twins[0], zero, saved)
         get_optimizer_state_dict(twins[0], zero)
         assert_same(whole_state(zero)["state"][0], expected["state"]["weight"])
     assert_same(*([*twin.parameters()] for twin in twins))
@@ -370,10 +370,10 @@ def other_masters() -> None:
     optimizer.load_state_dict(state)
     params, zero = sharded("remainder", "balanced")
     load_sharded(zero, path)
-    for own, each in ((same, optimizer), (params, zero)):
-        for param, weight in zip(own, source, strict=True):
+    for of, each in ((same, optimizer), (params, zero)):
+        for param, weight in zip(of, source, strict=True):
             param.data.copy_(weight.detach())
-        step(each, own, [9])
+        step(each, of, [9])
     assert_same(weights(params), weights(same))
     assert_same(whole_state(zero), optimizer.state_dict())
 
@@ -527,24 +527,24 @@ def saved(zero: Any) -> io.BytesIO:
 
 
 def cases() -> Cases:
-    found: Cases = {
+    table: Cases = {
         f"chain {name}, {'files' if by_files else 'dicts'}": partial(chain, name, by_files)
         for name, by_files in product(WAYS, (True, False))
     }
     for function in (counted_steps, without_state, other_masters, peculiar, foreign, parts):
-        found[function.__name__] = function
-    found |= {f"held once {kind}": partial(held_once, kind) for kind in ("AdamW", "FusedAdamW")}
+        table[function.__name__] = function
+    table |= {f"held once {kind}": partial(held_once, kind) for kind in ("AdamW", "FusedAdamW")}
     for kind in KINDS:
-        found[f"torchs_functions {kind}, sharded"] = partial(torchs_functions, kind, **SHARDED)
-    found |= {f"tiny {partition}": partial(tiny, partition) for partition in ("greedy", "balanced")}
+        table[f"torchs_functions {kind}, sharded"] = partial(torchs_functions, kind, **SHARDED)
+    table |= {f"tiny {partition}": partial(tiny, partition) for partition in ("greedy", "balanced")}
     for kind, (name, options) in product(KINDS, PARTITIONS.items()):
         for of_kind in (torchs_class, torchs_functions, narrower):
-            found[f"{of_kind.__name__} {kind}, {name}"] = partial(of_kind, kind, **options)
+            table[f"{of_kind.__name__} {kind}, {name}"] = partial(of_kind, kind, **options)
     for layout, (name, options) in product(("channels_last", "double"), PARTITIONS.items()):
         case = partial(codes_of_other_layouts, layout, **options)
-        found[f"codes of other layouts, {layout}, {name}"] = case
-    found |= {f"traffic to {to}": partial(consolidation_traffic, to) for to in (0, 3)}
-    return found
+        table[f"codes of other layouts, {layout}, {name}"] = case
+    table |= {f"traffic to {to}": partial(consolidation_traffic, to) for to in (0, 3)}
+    return table
 
 
 if __name__ == "__main__":

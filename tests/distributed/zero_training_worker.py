@@ -111,8 +111,8 @@ def torchs_plan() -> None:
             [[index[p] for p in group["params"]] for group in of_rank]
             for of_rank in theirs._partition_parameters()
         ]
-        own = [[[index[p] for p in of] for of in group] for group in ours.partition.params]
-        assert [list(groups) for groups in zip(*own, strict=True)] == plan
+        numbers = [[[index[p] for p in of] for of in group] for group in ours.partition.params]
+        assert [list(groups) for groups in zip(*numbers, strict=True)] == plan
 
 
 def buckets(dtype: torch.dtype) -> None:
@@ -406,8 +406,8 @@ def overlap(
         seen.add(bucket.index())
         if not find_unused:
             return allreduce_hook(state, bucket)
-        own = bucket.buffer() / len(ranks)  # not reduced in place
-        work: Any = dist.all_reduce(own, group=group, async_op=True)
+        share = bucket.buffer() / len(ranks)  # not reduced in place
+        work: Any = dist.all_reduce(share, group=group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     wrap = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
@@ -441,51 +441,51 @@ def overlap(
 
 
 def cases_of_two() -> Cases:
-    found: Cases = {"LBFGS": by_lbfgs, "gathers two buckets": gathers_two_buckets}
+    table: Cases = {"LBFGS": by_lbfgs, "gathers two buckets": gathers_two_buckets}
     for run in (failed_backward, reentrant_and_tied):
-        found[run.__name__] = partial(against_plain, run, **SHARDED)
+        table[run.__name__] = partial(against_plain, run, **SHARDED)
     for name, options in PARTITIONS.items():
         for run in (closure_replaces_memory, scheduled):
-            found[f"{run.__name__} {name}"] = partial(against_plain, run, **options)
+            table[f"{run.__name__} {name}"] = partial(against_plain, run, **options)
         for model in (permuted, complex_numbers):
             case = partial(against_plain, clipped, model=model, **options)
-            found[f"clipped {model.__name__} {name}"] = case
-        found[f"made in inference mode {name}"] = partial(
+            table[f"clipped {model.__name__} {name}"] = case
+        table[f"made in inference mode {name}"] = partial(
             against_plain, lambda _, o: train(o, range(2)), "FusedAdamW", made_in_inference_mode,
             **options,
         )  # fmt: skip
         ours = partial(scaled, GradScaler, "FusedAdamW", **options)
-        found[f"our scaler {name}"] = partial(ours, "owner")
-        found[f"our scaler {name}, unscaled before"] = partial(ours, "owner", unscale=True)
-        found[f"our scaler, all well, {name}"] = partial(ours, "none")
+        table[f"our scaler {name}"] = partial(ours, "owner")
+        table[f"our scaler {name}, unscaled before"] = partial(ours, "owner", unscale=True)
+        table[f"our scaler, all well, {name}"] = partial(ours, "none")
     for bad in ("none", "all"):
         theirs = partial(scaled, torch.amp.GradScaler)
-        found[f"stock scaler, FusedAdamW, {bad}"] = partial(theirs, "FusedAdamW", bad)
-        found[f"stock scaler, fused AdamW, {bad}"] = partial(theirs, "AdamW", bad, fused=True)
-        found[f"by another callable {bad}"] = partial(by_another_callable, bad == "all")
+        table[f"stock scaler, FusedAdamW, {bad}"] = partial(theirs, "FusedAdamW", bad)
+        table[f"stock scaler, fused AdamW, {bad}"] = partial(theirs, "AdamW", bad, fused=True)
+        table[f"by another callable {bad}"] = partial(by_another_callable, bad == "all")
     for partition in ("greedy", "balanced"):
-        found[f"masters from fp32 {partition}"] = partial(masters_from_fp32, partition)
+        table[f"masters from fp32 {partition}"] = partial(masters_from_fp32, partition)
         for gathers in (False, True):
             case = partial(unwritten_weights, partition, gathers)
-            found[f"unwritten weights {partition} {gathers}"] = case
+            table[f"unwritten weights {partition} {gathers}"] = case
     for kind, interleaved, schedule in product(KINDS, (False, True), (False, True)):
         case = partial(overlap, kind, interleaved, True, [0, 1], schedule, schedule)
-        found[f"overlap {kind} {interleaved=} {schedule=}"] = case
-    return found | {
+        table[f"overlap {kind} {interleaved=} {schedule=}"] = case
+    return table | {
         f"overlap {kind}": partial(overlap, kind, False, True, [0, 1]) for kind in FUSED
     }
 
 
 def cases_of_four() -> Cases:
-    found: Cases = {"plan": torchs_plan, "params_per_rank": chosen_owners}
+    table: Cases = {"plan": torchs_plan, "params_per_rank": chosen_owners}
     for name in ("greedy", "bucket view"):
-        found[f"frozen {name}"] = partial(frozen, **PARTITIONS[name])
-    found |= {f"buckets {dtype}": partial(buckets, dtype) for dtype in (torch.float32, BF16)}
+        table[f"frozen {name}"] = partial(frozen, **PARTITIONS[name])
+    table |= {f"buckets {dtype}": partial(buckets, dtype) for dtype in (torch.float32, BF16)}
     kinds = ("AdamW", "FusedAdamW")
     for kind, interleaved, shard in product(kinds, (False, True), (False, True)):
         case = partial(overlap, kind, interleaved, shard, [2, 3])
-        found[f"overlap in a subgroup {kind} {interleaved=} {shard=}"] = case
-    return found
+        table[f"overlap in a subgroup {kind} {interleaved=} {shard=}"] = case
+    return table
 
 
 if __name__ == "__main__":

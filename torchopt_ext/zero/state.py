@@ -128,13 +128,14 @@ def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
         slot = slot_of[part.param]
         entry = {}
         for name, value in slot.entry.items():
-            own = part.of_entry(name)
-            entry[name] = value.of_part(own) if isinstance(value, StateShard) else own.of(value)
+            piece = part.of_entry(name)
+            is_shard = isinstance(value, StateShard)
+            entry[name] = value.of_part(piece) if is_shard else piece.of(value)
         slots.append(replace(slot, param=part.tensor, entry=entry))
     groups = [
-        {key: value for key, value in group.items() if key != "param_names" or key in own}
-        | {key: own[key] for key in ("params", "param_names") if key in own}
-        for group, own in zip(loaded.groups, optimizer.param_groups, strict=True)
+        {key: value for key, value in group.items() if key != "param_names" or key in live}
+        | {key: live[key] for key in ("params", "param_names") if key in live}
+        for group, live in zip(loaded.groups, optimizer.param_groups, strict=True)
     ]
     return replace(loaded, slots=slots, groups=groups)
 
@@ -147,11 +148,11 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
     has_state = any(slot.entry for slot in loaded.slots)
     text = json.dumps([loaded.control, loaded.counted, before, has_state])
     of_ranks = [json.loads(t) for t in all_gather_text(text, group)]
-    controls, counted, made, have_state = zip(*of_ranks, strict=True)
+    controls, counted, steps, have_state = zip(*of_ranks, strict=True)
     with fail_together(group):
         if local.is_fused:
             control: dict[str, Any] = next(filter(None, controls), {})
-            fields = optimizer.control_to_load(control, max(counted), max(made))
+            fields = optimizer.control_to_load(control, max(counted), max(steps))
             optimizer.take_loaded(Loaded(loaded.slots, loaded.groups), fields)
         else:
             state = {n: slot.entry for n, slot in enumerate(loaded.slots) if slot.entry}
@@ -198,13 +199,13 @@ def buffers(local: LocalOptimizer, ids: list[str]) -> dcp.Buffers:
             return like
         if param is None or path[-1] == "step" or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)
-        own = [part.of_entry(path[-1]) for part in parts[param]]
+        pieces = [part.of_entry(path[-1]) for part in parts[param]]
         # Codes that the parameter cannot hold are read whole, to be decoded.
         whole = path[-1] in CODES and not can_quantize(param)
-        if whole or like.shape != own[0].param.shape:
+        if whole or like.shape != pieces[0].param.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return joined(
-            [(p, torch.empty_like(p.tensor, dtype=like.dtype, device=param.device)) for p in own]
+            [(p, torch.empty_like(p.tensor, dtype=like.dtype, device=param.device)) for p in pieces]
         )
 
     return buffer

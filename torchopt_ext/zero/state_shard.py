@@ -48,11 +48,11 @@ class StateShard(Tensor):
         chunks: list[ChunkStorageMetadata],
         elsewhere: bool = False,
     ) -> StateShard:
-        made: StateShard = make_wrapper_subclass(
+        shard: StateShard = make_wrapper_subclass(
             cls, torch.Size(shape), dtype=shards[0].dtype, device=shards[0].device
         )
-        made.shards, made.chunks, made.elsewhere, made.entries = shards, chunks, elsewhere, {}
-        return made
+        shard.shards, shard.chunks, shard.elsewhere, shard.entries = shards, chunks, elsewhere, {}
+        return shard
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[Part, Tensor]], elsewhere: bool = False) -> StateShard:
@@ -71,9 +71,9 @@ class StateShard(Tensor):
                 shards.append(flat[first : first + count].view(sizes).permute(position))
                 chunks.append(_chunk([offsets[i] for i in position], shards[-1].shape))
                 first += count
-        made = cls(shape, shards, chunks, elsewhere)
-        made.entries = {(part.begin, part.end): value for part, value in pieces}
-        return made
+        shard = cls(shape, shards, chunks, elsewhere)
+        shard.entries = {(part.begin, part.end): value for part, value in pieces}
+        return shard
 
     def of_part(self, part: Part) -> Tensor:
         """Returns the value that :meth:`of` got for a part; raises ValueError for another part."""

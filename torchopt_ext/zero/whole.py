@@ -51,17 +51,17 @@ class WholeTensors:
         """
         if per_rank is None:
             per_rank = self._assign(params)
-        self.params.append([list(own) for own in per_rank])
-        for rank, own in enumerate(self.params[-1]):
-            self.owner |= dict.fromkeys(own, rank)
+        self.params.append([list(of_rank) for of_rank in per_rank])
+        for rank, of_rank in enumerate(self.params[-1]):
+            self.owner |= dict.fromkeys(of_rank, rank)
 
     def _assign(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
         for weighs, ties in ((True, None), (False, self._loads[True])):
             chosen = [p for p in params if p.requires_grad is weighs]
             sizes, loads = [param.numel() for param in chosen], self._loads[weighs]
-            found = ops.partition_greedy(sizes, self.ranks.size, loads, ties)
-            for param, size, rank in zip(chosen, sizes, found, strict=True):
+            owners = ops.partition_greedy(sizes, self.ranks.size, loads, ties)
+            for param, size, rank in zip(chosen, sizes, owners, strict=True):
                 owner[param] = rank
                 loads[rank] += size
         per_rank: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]

@@ -31,7 +31,7 @@ def elements(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...
 @functools.cache
 def runs(shape: tuple[int, ...]) -> set[tuple[int, int]]:
     """Returns all intervals of memory that form one box."""
-    found = set()
+    result = set()
     for begin in range(math.prod(shape)):
         for end in range(begin + 1, math.prod(shape) + 1):
             inside = torch.zeros(math.prod(shape), dtype=torch.bool)
@@ -39,8 +39,8 @@ def runs(shape: tuple[int, ...]) -> set[tuple[int, int]]:
             places = inside.view(shape).nonzero()
             extent = places.amax(0) - places.amin(0) + 1 if shape else torch.ones(1)
             if extent.prod() == end - begin:
-                found.add((begin, end))
-    return found
+                result.add((begin, end))
+    return result
 
 
 def fewest(begin: int, end: int, shape: tuple[int, ...]) -> int:
@@ -53,17 +53,17 @@ def fewest(begin: int, end: int, shape: tuple[int, ...]) -> int:
 @given(intervals())
 def test_each_element_once_and_in_the_order_of_memory(case: tuple[int, int, tuple[int, ...]]):
     begin, end, shape = case
-    found = [element for box in boxes(begin, end, shape) for element in elements(box, shape)]
-    assert found == list(range(begin, end))
+    result = [element for box in boxes(begin, end, shape) for element in elements(box, shape)]
+    assert result == list(range(begin, end))
 
 
 @settings(deadline=None)  # the first example of a shape finds all its boxes
 @given(intervals(longest=3))
 def test_no_box_is_empty_and_none_could_be_saved(case: tuple[int, int, tuple[int, ...]]):
     begin, end, shape = case
-    found = list(boxes(begin, end, shape))
-    assert all(math.prod(sizes) for _, sizes in found)
-    assert len(found) == fewest(begin, end, shape)
+    result = list(boxes(begin, end, shape))
+    assert all(math.prod(sizes) for _, sizes in result)
+    assert len(result) == fewest(begin, end, shape)
 
 
 @given(intervals(), st.randoms(use_true_random=False))
@@ -82,11 +82,11 @@ def test_a_shard_puts_memory_where_it_is_in_the_parameter(
     parts = [Part(param, a, b, flat[a:b]) for a, b in ((begin, middle), (middle, end)) if a < b]
     shard = StateShard.of([(part, part.tensor) for part in parts])
     assert shard.shape == param.shape
-    found = torch.full_like(param, -1)
+    result = torch.full_like(param, -1)
     for chunk, values in zip(shard.chunks, shard.shards, strict=True):
         place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        assert (found[place] == -1).all()
-        found[place] = values
-    where = in_memory_order(found, param)
+        assert (result[place] == -1).all()
+        result[place] = values
+    where = in_memory_order(result, param)
     assert torch.equal(where[begin:end], flat[begin:end])
     assert (where[:begin] == -1).all() and (where[end:] == -1).all()

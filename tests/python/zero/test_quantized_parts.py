@@ -31,8 +31,8 @@ class Group:
 
 def params() -> list[Tensor]:
     torch.manual_seed(0)
-    made = [torch.randn(shape) for shape in SHAPES]
-    return [*made, torch.randn(200, 8, 3, 3).to(memory_format=torch.channels_last)]
+    tensors = [torch.randn(shape) for shape in SHAPES]
+    return [*tensors, torch.randn(200, 8, 3, 3).to(memory_format=torch.channels_last)]
 
 
 def parts_of(ranks: int) -> Iterator[Part]:
@@ -48,7 +48,7 @@ def parts_of(ranks: int) -> Iterator[Part]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
 def test_parts_have_the_groups_of_the_whole_each_once(ranks: int) -> None:
     cut_in_rows = set()
-    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    covered: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for part in parts_of(ranks):
         whole, moment = part.param, part.tensor
         assert can_quantize(moment) == can_quantize(whole)
@@ -59,15 +59,15 @@ def test_parts_have_the_groups_of_the_whole_each_once(ranks: int) -> None:
         for name, scale in zip(CODES_OF, SCALES, strict=True):
             values = whole.square() if name == "exp_avg_sq" else whole
             codes, scales = quantize(name, values)
-            own_codes, own_scales = quantize(name, part.cut(values))
-            assert part.of(codes).equal(own_codes)
-            assert part.of_entry(scale).of(scales).equal(own_scales)
+            its_codes, its_scales = quantize(name, part.cut(values))
+            assert part.of(codes).equal(its_codes)
+            assert part.of_entry(scale).of(scales).equal(its_scales)
             assert part.of_entry(name) is part
-        own = part.of_entry(next(iter(SCALES)))
-        assert own.end - own.begin == own.tensor.numel()
-        found.setdefault(tuple(whole.shape), []).append((own.begin, own.end))
+        piece = part.of_entry(next(iter(SCALES)))
+        assert piece.end - piece.begin == piece.tensor.numel()
+        covered.setdefault(tuple(whole.shape), []).append((piece.begin, piece.end))
     assert bool(cut_in_rows) == (ranks > 1)
-    for shape, runs in found.items():
+    for shape, runs in covered.items():
         runs.sort()
         total = scale_shape(torch.empty(shape)).numel()
         assert [0, *(end for _, end in runs)] == [*(begin for begin, _ in runs), total]
