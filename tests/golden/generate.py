@@ -158,44 +158,24 @@ def adam_arguments(case: dict[str, Any]) -> Adam:
 
 def adam_inputs(rng: SplitMix64, fmt: Format, fresh: bool) -> dict[str, Any]:
     """Elements 0-4 resemble training, 5-9 have any magnitude up to 2**100, 10-15 hold specials."""
-    p: list[int] = []
-    m: list[int] = []
-    v: list[int] = []
-    vmax: list[int] = []
-    grads: list[list[int]] = [[] for _ in range(ADAM_STEPS)]
     specials = special_bits(fmt)
     lowest = fmt.emin - fmt.precision + 1
-
-    def pick() -> int:
-        return specials[rng.below(len(specials))]
-
+    usual = [(-8, 2), (-12, -4), (-24, -8), (-24, -8)] + [(-12, -4)] * ADAM_STEPS
+    rows = []
     for i in range(ADAM_ELEMENTS):
         if i < 5:
-            p.append(random_bits(rng, fmt, -8, 2))
-            m.append(random_bits(rng, fmt, -12, -4))
-            v.append(random_bits(rng, fmt, -24, -8, signed=False))
-            vmax.append(random_bits(rng, fmt, -24, -8, signed=False))
-            for g in grads:
-                g.append(random_bits(rng, fmt, -12, -4))
+            row = [random_bits(rng, fmt, *r, signed=k not in (2, 3)) for k, r in enumerate(usual)]
         elif i < 10:
-            p.append(random_bits(rng, fmt, lowest, 100))
-            m.append(random_bits(rng, fmt, lowest, 100))
-            v.append(random_bits(rng, fmt, lowest, 100, signed=False))
-            vmax.append(random_bits(rng, fmt, lowest, 100, signed=False))
+            row = [random_bits(rng, fmt, lowest, 100, signed=k < 2) for k in range(4)]
             size = lowest + rng.below(100 - lowest)
-            for g in grads:
-                g.append(random_bits(rng, fmt, size - 1, size + 1))
+            row += [random_bits(rng, fmt, size - 1, size + 1) for _ in range(ADAM_STEPS)]
         else:
             # Two specials among ordinary numbers, so that not all results are NaN.
-            x = [random_bits(rng, fmt, -3, 3, signed=k != 2) for k in range(4 + ADAM_STEPS)]
-            x[rng.below(len(x))] = pick()
-            x[rng.below(len(x))] = pick()
-            p.append(x[0])
-            m.append(x[1])
-            v.append(x[2])
-            vmax.append(x[3])
-            for g, bits in zip(grads, x[4:], strict=True):
-                g.append(bits)
+            row = [random_bits(rng, fmt, -3, 3, signed=k != 2) for k in range(len(usual))]
+            for _ in range(2):
+                row[rng.below(len(row))] = specials[rng.below(len(specials))]
+        rows.append(row)
+    p, m, v, vmax, *grads = (list(column) for column in zip(*rows, strict=True))
     if fresh:
         m, v, vmax = ([0] * ADAM_ELEMENTS for _ in range(3))
     return {"p": p, "m": m, "v": v, "vmax": vmax, "grads": grads}
@@ -489,13 +469,15 @@ def partition_file() -> Iterator[dict[str, Any]]:
         yield case(numels, world_size, [rng.below(1000000) for _ in range(world_size)])
 
 
-def remainder_file() -> Iterator[dict[str, Any]]:
+def remainders(
+    split: Callable[[int], tuple[int, int]], lowers: list[int], seed: int, ties: int
+) -> Iterator[dict[str, Any]]:
+    """Splits edges, random numbers, and as many ties between bf16 numbers."""
     uppers = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F]
-    lowers = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     bits = [sign | u << 16 | low for sign in (0, 1 << 31) for u in uppers for low in lowers]
-    rng = SplitMix64(12)
+    rng = SplitMix64(seed)
     bits += [random_bits(rng, FP32, -20, 20) for _ in range(200)]
-    bits += [b & ~0xFFFF | 0x8000 for b in bits[-50:]] + [0x7F800000, 0xFF800000]
+    bits += [b & ~0xFFFF | 0x8000 for b in bits[len(bits) - ties :]] + [0x7F800000, 0xFF800000]
     parts = [split(b) for b in bits]
     yield {
         "weights": hexed(FP32, bits),
@@ -504,18 +486,8 @@ def remainder_file() -> Iterator[dict[str, Any]]:
     }
 
 
-def remainder8_file() -> Iterator[dict[str, Any]]:
-    uppers = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F]
-    lowers = [0, 0x7F, 0x80, 0x81, 0x180, 0x7F00, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x8080, 0xFF80]
-    bits = [sign | u << 16 | low for sign in (0, 1 << 31) for u in uppers for low in lowers]
-    rng = SplitMix64(16)
-    bits += [random_bits(rng, FP32, -20, 20) for _ in range(200)] + [0x7F800000, 0xFF800000]
-    parts = [split8(b) for b in bits]
-    yield {
-        "weights": hexed(FP32, bits),
-        "parameters": hexed(BF16, (weight for weight, _ in parts)),
-        "remainders": [remainder for _, remainder in parts],
-    }
+LOW_16 = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+LOW_8 = [0, 0x7F, 0x80, 0x81, 0x180, 0x7F00, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x8080, 0xFF80]
 
 
 def stochastic_file() -> Iterator[dict[str, Any]]:
@@ -583,8 +555,8 @@ FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "control.json": control_file,
     "lr_factor.json": lr_factor_file,
     "partition.json": partition_file,
-    "remainder.json": remainder_file,
-    "remainder8.json": remainder8_file,
+    "remainder.json": lambda: remainders(split, LOW_16, 12, ties=50),
+    "remainder8.json": lambda: remainders(split8, LOW_8, 16, ties=0),
     "stochastic.json": stochastic_file,
     "digest.json": digest_file,
     "loss_scale.json": loss_scale_file,
@@ -602,20 +574,15 @@ def main() -> int:
     arguments = parser.parse_args()
     differing = []
     for name, cases in FILES.items():
-        path = HERE / name
-        text = text_of(cases())
-        if arguments.check:
-            stored = path.read_text() if path.exists() else ""
-            if stored != text:
-                pairs = zip(stored.splitlines(), text.splitlines(), strict=False)
-                line = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), "at the end")
-                differing.append(f"{name}: differs from line {line}")
-        else:
+        path, text = HERE / name, text_of(cases())
+        if not arguments.check:
             path.write_text(text)
-    for message in differing:
-        print(message, file=sys.stderr)
-    if arguments.check and not differing:
-        print(f"{len(FILES)} files agree")
+        elif (stored := path.read_text() if path.exists() else "") != text:
+            pairs = zip(stored.splitlines(), text.splitlines(), strict=False)
+            line = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), "at the end")
+            differing.append(f"{name}: differs from line {line}")
+    if arguments.check:
+        print("\n".join(differing) or f"{len(FILES)} files agree")
     return 1 if differing else 0
 
 
