@@ -237,12 +237,12 @@ ALGORITHMS: dict[str, tuple[type[Step], tuple[str, ...]]] = {
 
 
 def algorithms_file() -> Iterator[dict[str, Any]]:
-    for index, (algorithm, given, t) in enumerate(ALGORITHM_CASES):
-        cls, own = ALGORITHMS[algorithm]
-        numbers = ("lr", "weight_decay", "peak", "grad_factor", *own)
-        case = dict.fromkeys(numbers, 0.0) | {"grad_factor": 0.37} | given
+    for index, (algorithm, chosen, t) in enumerate(ALGORITHM_CASES):
+        cls, more = ALGORITHMS[algorithm]
+        numbers = ("lr", "weight_decay", "peak", "grad_factor", *more)
+        case = dict.fromkeys(numbers, 0.0) | {"grad_factor": 0.37} | chosen
         arguments = cls(**{k: number(v) if k in numbers else v for k, v in case.items()})
-        names = {"adam": ("m", "v"), "lion": ("m",)}.get(algorithm, ("m",) * ("momentum" in given))
+        names = {"adam": ("m", "v"), "lion": ("m",)}.get(algorithm, ("m",) * ("momentum" in chosen))
         for fmt in FORMATS.values():
             x = adam_inputs(SplitMix64(2000 + 10 * index + fmt.precision), fmt, fresh=t == 0)
             case["decoupled"] = arguments.decoupled

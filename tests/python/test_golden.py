@@ -122,8 +122,8 @@ def test_control() -> None:
         accumulator = filled_accumulator(tensor("float64", case["doubles"]))
         tensors = [None if x is None else torch.tensor(float(x)) for x in scaler]
         ops.control_update_(control, accumulator, *tensors)
-        found = {name: hexed(control[FIELD[name]]) for name in fields}
-        assert found == {name: case[name] for name in fields}, case
+        actual = {name: hexed(control[FIELD[name]]) for name in fields}
+        assert actual == {name: case[name] for name in fields}, case
 
 
 def test_lr_factor() -> None:
@@ -174,8 +174,8 @@ def test_stochastic_rounding() -> None:
         # exp_avg becomes g - 0.5 * (g - 0), which is exactly `before`.
         param.grad = torch.where(finite, before * 2, 0.0)
         optimizer.step()
-        found = optimizer.state[param]["exp_avg"]
-        assert found[finite].equal(tensor("bfloat16", case["after"][1])[finite])
+        actual = optimizer.state[param]["exp_avg"]
+        assert actual[finite].equal(tensor("bfloat16", case["after"][1])[finite])
         assert finite.sum() > 60
 
 

@@ -129,15 +129,15 @@ def alive() -> dict[str, int]:
     """Counts Python objects by type, bytes of tensors, descriptors, threads and process groups."""
     gc.collect()
     objects = gc.get_objects()
-    found = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in objects)
+    counts = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in objects)
     tensors = [o for o in objects if issubclass(type(o), Tensor) and o.layout is torch.strided]
-    found["bytes"] = sum(
+    counts["bytes"] = sum(
         {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()
     )
-    found["descriptors"] = len(os.listdir("/proc/self/fd"))
-    found["threads"] = len(os.listdir("/proc/self/task"))
-    found["groups"] = len(dist.distributed_c10d._world.pg_map)
-    return dict(found)  # the garbage collector does not track this dict
+    counts["descriptors"] = len(os.listdir("/proc/self/fd"))
+    counts["threads"] = len(os.listdir("/proc/self/task"))
+    counts["groups"] = len(dist.distributed_c10d._world.pg_map)
+    return dict(counts)  # the garbage collector does not track this dict
 
 
 def train(kind: str, model: nn.Sequential, make: Make | None = None) -> tuple[nn.Module, Any]:

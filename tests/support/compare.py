@@ -25,34 +25,34 @@ def assert_same_bits(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> None
         assert bits(mine) == bits(other), f"tensor {index}: {mine} and {other}"
 
 
-def difference(found: Any, expected: Any, where: str = "") -> str:
+def difference(actual: Any, expected: Any, where: str = "") -> str:
     """Describes the first difference in types, key order, dtypes, shapes or bits, or returns ""."""
     if isinstance(expected, Tensor):
-        if not isinstance(found, Tensor):
-            return f"{where}: {type(found).__name__}, expected a tensor"
-        kinds = [(t.dtype, tuple(t.shape), t.device) for t in (found, expected)]
+        if not isinstance(actual, Tensor):
+            return f"{where}: {type(actual).__name__}, expected a tensor"
+        kinds = [(t.dtype, tuple(t.shape), t.device) for t in (actual, expected)]
         if kinds[0] != kinds[1]:
             return f"{where}: {kinds[0]}, expected {kinds[1]}"
-        flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in (found, expected)]
+        flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in (actual, expected)]
         return "" if torch.equal(*flat) else f"{where}: other values"
     if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or list(found) != list(expected):
-            keys = list(found) if isinstance(found, Mapping) else type(found).__name__
+        if not isinstance(actual, Mapping) or list(actual) != list(expected):
+            keys = list(actual) if isinstance(actual, Mapping) else type(actual).__name__
             return f"{where}: {keys}, expected {list(expected)}"
-        pairs = [(key, found[key], expected[key]) for key in expected]
+        pairs = [(key, actual[key], expected[key]) for key in expected]
     elif isinstance(expected, list | tuple):
-        if type(found) is not type(expected) or len(found) != len(expected):
-            return f"{where}: {found!r}, expected {expected!r}"
-        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+        if type(actual) is not type(expected) or len(actual) != len(expected):
+            return f"{where}: {actual!r}, expected {expected!r}"
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(actual, expected, strict=True))]
     else:
-        alike = type(found) is type(expected) and repr(found) == repr(expected)
-        return "" if alike else f"{where}: {found!r}, expected {expected!r}"
+        alike = type(actual) is type(expected) and repr(actual) == repr(expected)
+        return "" if alike else f"{where}: {actual!r}, expected {expected!r}"
     return next(filter(None, (difference(a, b, f"{where}[{k!r}]") for k, a, b in pairs)), "")
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Asserts that nested values have the same types, keys, dtypes, shapes and bits."""
-    problem = difference(found, expected)
+    problem = difference(actual, expected)
     assert not problem, problem
 
 
@@ -115,7 +115,7 @@ def _content_of_tensor(tensor: Tensor) -> Any:
 
 def _content_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {
+    actual = {
         "params": params,
         "grads": [p.grad for p in params],
         "groups": [
@@ -126,7 +126,7 @@ def _content_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
         "of the base": getattr(optimizer, "optim", None),
     }
     if isinstance(optimizer, Controlled):
-        found["control"] = {
+        actual["control"] = {
             str(device): read_fields(block) for device, (block, _) in optimizer._blocks.items()
         }
-    return contents(found)
+    return contents(actual)

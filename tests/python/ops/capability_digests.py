@@ -80,7 +80,7 @@ def compute(mode: str) -> dict[str, str]:
                 digests[f"adam {decoupled}, {name}"] = digest(
                     [x for tensors in work for x in tensors] + counts
                 )
-            found = []
+            results = []
             for shape in SHAPES:
                 for grads in (
                     [finite[dtype, shape, -20]],
@@ -92,25 +92,25 @@ def compute(mode: str) -> dict[str, str]:
                     total = ops.accumulator_total(accumulator)
                     control = ops.new_control(max_grad_norm=0.3)
                     ops.control_update_(control, accumulator, torch.tensor(3.0))
-                    found += [accumulator, total, control]
-            digests[f"sumsq {name}"] = digest(found)
-            found = []
+                    results += [accumulator, total, control]
+            digests[f"sumsq {name}"] = digest(results)
+            results = []
             for to_dtype in DTYPES:
                 if (to_dtype == torch.float64) == (dtype == torch.float64):
                     for unscale in (True, False):
-                        found += [torch.empty(x[0].shape, dtype=to_dtype) for x in sources[dtype]]
+                        results += [torch.empty(x[0].shape, dtype=to_dtype) for x in sources[dtype]]
                         ops.scaled_copy_(
-                            found[-len(SHAPES) :],
+                            results[-len(SHAPES) :],
                             [x[0] for x in sources[dtype]],
                             ops.new_control(grad_factor=0.3),
                             unscale=unscale,
                         )
-            digests[f"scaled copy {name}"] = digest(found)
+            digests[f"scaled copy {name}"] = digest(results)
     factors = [ops.lr_factor(s, **schedule) for s in steps]
     digests["lr_factor"] = digest([torch.tensor(factors, dtype=torch.float64)])
     return digests
 
 
 if __name__ == "__main__":
-    found = {mode: compute(mode) for mode in sys.argv[1:]}
-    print(json.dumps({"capability": torch.backends.cpu.get_cpu_capability(), **found}))
+    results = {mode: compute(mode) for mode in sys.argv[1:]}
+    print(json.dumps({"capability": torch.backends.cpu.get_cpu_capability(), **results}))

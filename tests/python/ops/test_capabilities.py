@@ -46,7 +46,7 @@ def test_same_bits(capability: str, mode: str) -> None:
 
 
 def test_same_bits_with_one_and_two_threads() -> None:
-    found = digests("default")["plain"]
-    one = {k: x for k, x in found.items() if k.endswith("1 threads")}
+    plain = digests("default")["plain"]
+    one = {k: x for k, x in plain.items() if k.endswith("1 threads")}
     assert one
-    assert one == {k.replace("2 threads", "1 threads"): found[k.replace("1 t", "2 t")] for k in one}
+    assert one == {k.replace("2 threads", "1 threads"): plain[k.replace("1 t", "2 t")] for k in one}

@@ -109,11 +109,11 @@ def torch_assignments(
     info.params_per_bucket = params
     info.params_per_rank = [[] for _ in range(world_size)]
     info.total_size = sum(sum(bucket) for bucket in buckets)
-    made = []
+    recorded = []
     assign = light._assign_bucket_subset_to_rank
 
     def record(bucket: int, subset: list[torch.Tensor], offset: int, rank: int, seen: Any) -> None:
-        made.append((bucket, offset, len(subset), rank))
+        recorded.append((bucket, offset, len(subset), rank))
         assign(bucket, subset, offset, rank, seen)
 
     light._assign_bucket_subset_to_rank = record
@@ -124,7 +124,7 @@ def torch_assignments(
         if "All indices are disallowed" in str(error):
             return None
         raise
-    return made
+    return recorded
 
 
 @given(
@@ -141,10 +141,12 @@ def test_same_assignments_as_torch(
     rows = ops.partition_buckets(*arguments, world_size, shard_buckets)
     if expected is None:  # torch runs out of ranks
         runs = [[row for row in rows if row[0] == b] for b in range(len(buckets))]
-        assert all(len({rank for *_, rank in own}) == len(own) <= world_size for own in runs)
-        assert [[i for _, first, n, _ in own for i in range(first, first + n)] for own in runs] == [
-            [*range(len(bucket))] for bucket in buckets
-        ]
+        assert all(
+            len({rank for *_, rank in bucket}) == len(bucket) <= world_size for bucket in runs
+        )
+        assert [
+            [i for _, first, n, _ in bucket for i in range(first, first + n)] for bucket in runs
+        ] == [[*range(len(bucket))] for bucket in buckets]
     else:
         assert rows == expected
 

@@ -49,21 +49,21 @@ def check(
             0 <= starts[i] - end < alignment for i, end in zip(inside[1:], ends, strict=False)
         )
         assert length == ends[-1]
-        own = cuts[b]
-        assert len(own) == world_size + 1
-        assert own[0] == 0
-        assert own[-1] == length
-        assert own == sorted(own)
+        edges = cuts[b]
+        assert len(edges) == world_size + 1
+        assert edges[0] == 0
+        assert edges[-1] == length
+        assert edges == sorted(edges)
 
         places = {length} | {starts[i] for i in inside}
         for i in inside:
             places |= {starts[i] + k for k in places_inside(*tensors[i], alignment)}
-        assert set(own) <= places
+        assert set(edges) <= places
         # Each cut is a nearest place, and so shares meet the bound of the contract.
-        for rank, cut in enumerate(own):
+        for rank, cut in enumerate(edges):
             ideal = length * rank // world_size
             assert abs(cut - ideal) == min(abs(place - ideal) for place in places)
-        owned = [b - a for a, b in pairwise(own)]
+        owned = [b - a for a, b in pairwise(edges)]
         largest = max(alignment, BLOCK + SHORT_ROW - 1 + alignment - 1)
         assert max(owned) - min(owned) <= 2 * largest
 
@@ -165,7 +165,7 @@ def test_largest_share_of_llama3_8b(world_size: int) -> None:
     numels = [n for n, _ in tensors]
     assert sum(numels) == 8_030_261_248
     plan = ops.partition_balanced(numels, [length for _, length in tensors], world_size)
-    largest = sum(max(b - a for a, b in pairwise(own)) for own in plan.cuts)
+    largest = sum(max(b - a for a, b in pairwise(edges)) for edges in plan.cuts)
     loads = [0] * world_size
     for n, rank in zip(numels, ops.partition_greedy(numels, world_size), strict=True):
         loads[rank] += n

@@ -105,10 +105,10 @@ def test_edges_against_fractions(
         exactly(to_dtype, decode(fmt, b), 1.0 if factor is None else factor, compute)
         for b in to_bits(source)
     ]
-    found = to_bits(copied(to_dtype, source, factor))
+    copies = to_bits(copied(to_dtype, source, factor))
     wrong = [
         f"{a:#x}: {b:#x} instead of {c:#x}"
-        for a, b, c in zip(to_bits(source), found, reference, strict=True)
+        for a, b, c in zip(to_bits(source), copies, reference, strict=True)
         if b != c
     ]
     assert not wrong
@@ -128,8 +128,8 @@ def test_all_16_bit_elements(dtype: torch.dtype) -> None:
     source = from_bits(dtype, range(1 << 16))
     for to_dtype in (torch.float32, torch.bfloat16, torch.float16):
         for factor in (None, 0.3, 2.0**-10):
-            found = copied(to_dtype, source, factor)
-            assert same_bits(found, expected(to_dtype, source, 1.0 if factor is None else factor))
+            copies = copied(to_dtype, source, factor)
+            assert same_bits(copies, expected(to_dtype, source, 1.0 if factor is None else factor))
 
 
 def test_the_factor_is_rounded_once_to_the_compute_type() -> None:
@@ -195,13 +195,13 @@ def lists_of_many(seed: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def test_a_list_and_threads() -> None:
-    found = []
+    copies = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         to, sources = lists_of_many(3)
         ops.scaled_copy_(to, sources, control_of(0.3), unscale=True)
-        found.append(to)
-    for one, two, source in zip(*found, sources, strict=True):
+        copies.append(to)
+    for one, two, source in zip(*copies, sources, strict=True):
         assert same_bits(one, two)
         assert same_bits(one, expected(one.dtype, source, 0.3))
 

@@ -57,9 +57,9 @@ def optimizer_inputs(name: str) -> list[OptimizerInput]:
 def inputs() -> Any:
     """Parametrizes over class and configuration; each test gets its own configuration."""
     cases = [
-        pytest.param(name, (name, index), id=f"{name}-{given.desc}")
+        pytest.param(name, (name, index), id=f"{name}-{arguments.desc}")
         for name in NAMES
-        for index, given in enumerate(optimizer_inputs(name))
+        for index, arguments in enumerate(optimizer_inputs(name))
     ]
     return pytest.mark.parametrize(("name", "kwargs"), cases, indirect=["kwargs"])
 

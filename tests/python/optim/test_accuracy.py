@@ -201,7 +201,7 @@ def test_contract_on_many_elements(run: Run, numel: int) -> None:
 
 def test_more_tensors_and_groups_than_a_cuda_launch_takes() -> None:
     start, gradients = torch.randn(4500, 3), torch.randn(4500, 3)
-    found = []
+    runs = []
     for name in (OURS["AdamW"], TORCH["AdamW"]):
         params = [torch.nn.Parameter(row.clone()) for row in start]
         optimizer = name([{"params": params[i::70], "lr": 1e-3 * (1 + i)} for i in range(70)])
@@ -212,9 +212,9 @@ def test_more_tensors_and_groups_than_a_cuda_launch_takes() -> None:
         else:
             torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        found.append(torch.stack([p.detach() for p in params]))
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
-    assert (found[0] == start).all(1).tolist() == [i % 7 == 0 for i in range(4500)]
+        runs.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-6)
+    assert (runs[0] == start).all(1).tolist() == [i % 7 == 0 for i in range(4500)]
 
 
 @pytest.mark.parametrize(("run", "reason"), AT_THE_FLOOR, ids=str)

@@ -280,8 +280,8 @@ def test_groups_have_the_keys_where_they_are_set(kind: str) -> None:
 
     unset = {"cautious_weight_decay": False, "decay_follows_lr": 0.0, **DECOUPLED}
     assert not options.keys() & plain.build(kind, **unset)[1].param_groups[0].keys()
-    given = groups(options, {"lr": 0.3, "decay_follows_lr": True}, {})
-    mixed = plain.build(kind, given, **DECOUPLED)[1]
+    chosen = groups(options, {"lr": 0.3, "decay_follows_lr": True}, {})
+    mixed = plain.build(kind, chosen, **DECOUPLED)[1]
     assert mixed.param_groups[0].items() >= options.items()
     assert mixed.param_groups[1]["decay_follows_lr"] == 0.3
     assert not options.keys() & mixed.param_groups[2].keys()

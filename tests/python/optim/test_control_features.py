@@ -195,8 +195,8 @@ def test_a_capture_says_that_a_float_lr_stays(way: str, monkeypatch: pytest.Monk
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(optimizer, [0])
-    found = ["keeps the learning rates [0.25]" in str(w.message) for w in caught]
-    assert found == [True] * (way == "float")
+    warned = ["keeps the learning rates [0.25]" in str(w.message) for w in caught]
+    assert warned == [True] * (way == "float")
 
 
 # ---- loss scale, and gradient scalers ------------------------------------------------------------

@@ -131,12 +131,12 @@ def test_log() -> None:
     optimizer = FusedAdamW(make_params(dtype=torch.bfloat16))
     written: list[dict[str, float]] = []
     log_to(written.append, optimizer, every=2, first_step=3, digest_every=4, prefix="")
-    found = {}
+    actual = {}
     for step in range(4, 12):
         train(optimizer, [step])
         if step in (7, 11):
-            found[step] = sum(unsigned(digest(optimizer))) % 2**53
-    assert {line["step"]: line["digest"] for line in written if "digest" in line} == found
+            actual[step] = sum(unsigned(digest(optimizer))) % 2**53
+    assert {line["step"]: line["digest"] for line in written if "digest" in line} == actual
     assert [line["step"] for line in written] == [5, 7, 9, 11]
     for every in (3, 0):
         with pytest.raises(ValueError, match=rf"every: {every}, expected a multiple of"):

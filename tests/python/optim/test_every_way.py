@@ -80,9 +80,9 @@ def test_bits_of_steps(kind: str, way: str, options: str) -> None:
             state = optimizer.state[p]
             assert_same_bits([p], [one.param])
             assert_same_bits([stored(p, state).to(one.wide)], [one.weight])
-            found = [state[name] for name in names]
-            assert {t.dtype for t in found} <= {one.state_dtype}
-            assert_same_bits(found, [s.to(one.state_dtype) for s in one.states])
+            actual = [state[name] for name in names]
+            assert {t.dtype for t in actual} <= {one.state_dtype}
+            assert_same_bits(actual, [s.to(one.state_dtype) for s in one.states])
     assert ("max_grad_norm" in more) == (float(optimizer.control.clip_factor) < 1)
 
 
@@ -176,12 +176,12 @@ def test_telemetry_and_digest(kind: str, way: str) -> None:
         optimizer.step()
     telemetry = optimizer.telemetry
     moved = [stored(p, optimizer.state[p]) - b for p, b in zip(params, before, strict=True)]
-    for found, tensors, rtol in (
+    for actual, tensors, rtol in (
         (telemetry.grad_norms, [p.grad.double() / scale for p in params], 1e-13),
         (telemetry.update_norms, moved, 1e-6),
     ):
         expected = torch.stack([t.double().norm() for t in tensors])
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
     total = telemetry.grad_norms.norm()
     torch.testing.assert_close(total, optimizer.control.grad_norm, rtol=1e-13, atol=0)
     assert telemetry.names == [str(i) for i in range(len(params))]

@@ -48,9 +48,9 @@ SPARED = {"block.0.bias"} | {f"block.{i}.{n}" for i, n in
 def test_rule(no_decay: tuple[str, ...], spared: set[str]) -> None:
     model = Model()
     groups = param_groups(model, 0.3, no_decay=no_decay)
-    found = names(groups)
-    assert found.get("no_decay", set()) == spared
-    assert found["decay"] == dict(model.named_parameters()).keys() - spared
+    by_group = names(groups)
+    assert by_group.get("no_decay", set()) == spared
+    assert by_group["decay"] == dict(model.named_parameters()).keys() - spared
     assert {g["name"]: g["weight_decay"] for g in groups} == (
         {"decay": 0.3, "no_decay": 0.0} if spared else {"decay": 0.3}
     )

@@ -94,8 +94,8 @@ def test_to_an_8_bit_remainder_and_on_over_every_low_half(source: str | None) ->
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "remainder8"}
     assert_same_bits([p], [master.bfloat16()])
     assert (words(p) == weight).all()
-    found = state["remainder8"].numpy().astype(np.int64)
-    assert (found == (0 if source is None else remainder)).all()
+    actual = state["remainder8"].numpy().astype(np.int64)
+    assert (actual == (0 if source is None else remainder)).all()
     for kind, entry in MASTER_ENTRY.items():
         held = {"remainder8": state["remainder8"]}
         q, other = loaded_and_left_alone(BF16, held, p.detach(), kind)

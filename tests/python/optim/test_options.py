@@ -76,5 +76,5 @@ def test_configurations_have_the_options_as_files_write_them() -> None:
 
 def test_a_job_sets_every_option_of_files() -> None:
     settings = settings_of(JobConfig)
-    own = {name for name in CONFIGURED if f"optimizer.{name}" in settings}
-    assert own == {*CONFIGURED} - {"max_grad_norm"}  # training.max_norm
+    names = {name for name in CONFIGURED if f"optimizer.{name}" in settings}
+    assert names == {*CONFIGURED} - {"max_grad_norm"}  # training.max_norm

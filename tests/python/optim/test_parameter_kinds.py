@@ -252,10 +252,10 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor | None = None) -> Wrapped:
-        made: Wrapped = Tensor._make_wrapper_subclass(
+        wrapper: Wrapped = Tensor._make_wrapper_subclass(
             cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype
         )
-        return made
+        return wrapper
 
     def __init__(self, data: Tensor, scale: Tensor | None = None) -> None:
         self._data, self._scale = data, scale
@@ -313,10 +313,10 @@ def test_finalizers_run_on_the_thread_of_the_step(monkeypatch: pytest.MonkeyPatc
     freed_by: set[int] = set()
 
     def new_gradients(params: list[Any], **_: Any) -> list[Tensor]:
-        made = [plain(param.grad).clone() for param in params]
-        for gradient in made:
+        copies = [plain(param.grad).clone() for param in params]
+        for gradient in copies:
             weakref.finalize(gradient, lambda: freed_by.add(threading.get_ident()))
-        return made
+        return copies
 
     monkeypatch.setattr(state, "local_gradients", new_gradients)
     torch.set_num_threads(2)
@@ -371,7 +371,7 @@ def test_wrapper_subclasses(held: str, sharded: bool, one_rank: None) -> None:
 def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
     """Training through FSDP2's all-gather of the subclass matches torch's AdamW."""
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    found = []
+    runs = []
     for make in (FusedAdamW, torch.optim.AdamW):
         model = linear_model(True, True, torch.float32)
         optimizer = make(model.parameters(), lr=0.01)
@@ -379,11 +379,11 @@ def test_wrapper_subclasses_under_fsdp_train(one_rank: None) -> None:
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
-        found.append([plain(p) for p in model.parameters()])
+        runs.append([plain(p) for p in model.parameters()])
         types = {type(plain(v)) for s in optimizer.state.values() for v in s.values()}
         assert types == {Tensor}
-    assert_close_to_torch(*found)
-    assert bits(found[0][0]) != bits(plain(linear_model(True, False, torch.float32)[0].weight))
+    assert_close_to_torch(*runs)
+    assert bits(runs[0][0]) != bits(plain(linear_model(True, False, torch.float32)[0].weight))
 
 
 # ---- made in inference mode, and Partial ---------------------------------------------------------

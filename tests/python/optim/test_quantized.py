@@ -113,22 +113,22 @@ def assert_held(state: dict[str, Tensor], expected: Reference) -> None:
     [(m, r) for m in (None, "fp32", "remainder", "remainder8") for r in (False, True)][:-1],
 )
 def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochastic: bool) -> None:
-    own = params(torch.float32 if master is None else torch.bfloat16, (3,), (5, 200))
-    expected = Reference(own[1], (7, 1) if stochastic else None)
+    weights = params(torch.float32 if master is None else torch.bfloat16, (3,), (5, 200))
+    expected = Reference(weights[1], (7, 1) if stochastic else None)
     optimizer = FusedAdamW(
-        own, LR, BETAS, EPS, DECAY, master_weights=master, state_dtype="int8",
+        weights, LR, BETAS, EPS, DECAY, master_weights=master, state_dtype="int8",
         stochastic_rounding=stochastic, rounding_seed=7, track=True,
     )  # fmt: skip
     for step in range(6):
-        own[1].grad = None
-        own[1].grad_dtype = grad_dtype
-        own[1].grad = gradients(5, 200, seed=step, dtype=grad_dtype)
+        weights[1].grad = None
+        weights[1].grad_dtype = grad_dtype
+        weights[1].grad = gradients(5, 200, seed=step, dtype=grad_dtype)
         optimizer.step()
-        expected.step(own[1].grad)
-        state = optimizer.state[own[1]]
-        got = state["master_weight"] if master == "fp32" else own[1].detach()
+        expected.step(weights[1].grad)
+        state = optimizer.state[weights[1]]
+        got = state["master_weight"] if master == "fp32" else weights[1].detach()
         if master in ("remainder", "remainder8"):
-            got = oracle.floats(oracle.join(own[1], state[master])).view(5, 200)
+            got = oracle.floats(oracle.join(weights[1], state[master])).view(5, 200)
             split, unit = (oracle.split, 1) if master == "remainder" else (oracle.split8, 256)
             high, low = split(expected.weight.view(np.uint32).astype(np.uint64))
             exact = (high << np.uint64(16)).astype(np.int64) + unit * low
@@ -151,51 +151,51 @@ def test_a_step_to_the_bit(master: str | None, grad_dtype: torch.dtype, stochast
     ],
 )
 def test_gradients_scaled_to_the_bit(size: float, options: dict[str, Any]) -> None:
-    own = params(torch.float32, (5, 200))
-    expected = Reference(own[0], None)
-    optimizer = FusedAdamW(own, LR, BETAS, EPS, DECAY, state_dtype="int8", **options)
+    weights = params(torch.float32, (5, 200))
+    expected = Reference(weights[0], None)
+    optimizer = FusedAdamW(weights, LR, BETAS, EPS, DECAY, state_dtype="int8", **options)
     for step in range(4):
-        own[0].grad = gradients(5, 200, seed=step) * size
+        weights[0].grad = gradients(5, 200, seed=step) * size
         optimizer.step()
         factor = optimizer.control.grad_factor.item() * (-1 if "maximize" in options else 1)
-        expected.step(own[0].grad, factor, scales=not 2**-16 <= factor <= 1)
-        assert np.array_equal(own[0].detach().numpy(), expected.weight)
-        assert_held(optimizer.state[own[0]], expected)
+        expected.step(weights[0].grad, factor, scales=not 2**-16 <= factor <= 1)
+        assert np.array_equal(weights[0].detach().numpy(), expected.weight)
+        assert_held(optimizer.state[weights[0]], expected)
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-30])
 def test_steps_of_no_size_change_no_weight(lr: float) -> None:
-    own = params(torch.float32, (5, 200))
-    own[0].data[0, 64:] = torch.tensor([0.0, -0.0, 1e-40, 1e38]).repeat(34)
-    optimizer = FusedAdamW(own, lr, BETAS, EPS, 0.0, state_dtype="int8")
-    before = own[0].detach().clone()
+    weights = params(torch.float32, (5, 200))
+    weights[0].data[0, 64:] = torch.tensor([0.0, -0.0, 1e-40, 1e38]).repeat(34)
+    optimizer = FusedAdamW(weights, lr, BETAS, EPS, 0.0, state_dtype="int8")
+    before = weights[0].detach().clone()
     for size in (1e-16, 1, 1e25):
-        own[0].grad = gradients(5, 200) * size
+        weights[0].grad = gradients(5, 200) * size
         optimizer.step()
-    assert torch.equal(own[0], before)  # -0.0 may become 0.0
-    assert optimizer.state[own[0]]["exp_avg_codes"].any()
+    assert torch.equal(weights[0], before)  # -0.0 may become 0.0
+    assert optimizer.state[weights[0]]["exp_avg_codes"].any()
 
 
 @pytest.mark.parametrize("size", [2e19, 1e25, 3e38])
 def test_squares_that_overflow_move_no_weight(size: float) -> None:
-    own = params(torch.float32, (5, 200))
-    before = own[0].detach().clone()
-    optimizer = FusedAdamW(own, LR, BETAS, EPS, 0.0, state_dtype="int8")
-    own[0].grad = torch.full((5, 200), size)
+    weights = params(torch.float32, (5, 200))
+    before = weights[0].detach().clone()
+    optimizer = FusedAdamW(weights, LR, BETAS, EPS, 0.0, state_dtype="int8")
+    weights[0].grad = torch.full((5, 200), size)
     optimizer.step()
-    torch.testing.assert_close(own[0], before, rtol=0, atol=1e-15)
+    torch.testing.assert_close(weights[0], before, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 def test_updates_are_adams(eps: float) -> None:
     """The first update of each element has the size of the step."""
-    own = params(torch.float32, (8, 64))
-    own[0].data.zero_()
+    weights = params(torch.float32, (8, 64))
+    weights[0].data.zero_()
     sizes = 10.0 ** torch.arange(-6, 10, 2).view(8, 1)
-    own[0].grad = gradients(8, 64, seed=3).sign() * (1 + torch.rand(8, 64)) * sizes
-    FusedAdamW(own, LR, BETAS, eps, 0.0, state_dtype="int8").step()
-    exact = -LR * own[0].grad.double() / (own[0].grad.double().abs() + eps)
-    torch.testing.assert_close(own[0].double(), exact.nan_to_num(0), rtol=2e-6, atol=0)
+    weights[0].grad = gradients(8, 64, seed=3).sign() * (1 + torch.rand(8, 64)) * sizes
+    FusedAdamW(weights, LR, BETAS, eps, 0.0, state_dtype="int8").step()
+    exact = -LR * weights[0].grad.double() / (weights[0].grad.double().abs() + eps)
+    torch.testing.assert_close(weights[0].double(), exact.nan_to_num(0), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -216,24 +216,24 @@ def test_the_format_is_the_one_of_saved_states(stochastic: bool, digest: str) ->
         scale = np.ldexp(F(1), -(words % np.uint64(16)).astype(np.int32) - 12)
         return torch.from_numpy((signed * scale).reshape(5, 200))
 
-    own = [nn.Parameter(spread(0))]
+    weights = [nn.Parameter(spread(0))]
     optimizer = FusedAdamW(
-        own, LR, BETAS, EPS, DECAY, state_dtype="int8",
+        weights, LR, BETAS, EPS, DECAY, state_dtype="int8",
         stochastic_rounding=stochastic, rounding_seed=7,
     )  # fmt: skip
     for step in range(1, 6):
-        own[0].grad = spread(step)
-        own[0].grad[0, :64] = 0
+        weights[0].grad = spread(step)
+        weights[0].grad[0, :64] = 0
         optimizer.step()
-    state = optimizer.state[own[0]]
-    found = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in ENTRIES))
-    assert found.hexdigest() == digest
+    state = optimizer.state[weights[0]]
+    stored = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in ENTRIES))
+    assert stored.hexdigest() == digest
 
 
-def stepped(own: list[nn.Parameter], grads: list[list[Tensor]], **options: Any) -> FusedAdamW:
-    optimizer = FusedAdamW(own, LR, state_dtype="int8", **options)
+def stepped(weights: list[nn.Parameter], grads: list[list[Tensor]], **options: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(weights, LR, state_dtype="int8", **options)
     for step in grads:
-        for param, grad in zip(own, step, strict=True):
+        for param, grad in zip(weights, step, strict=True):
             param.grad = grad.clone()
         optimizer.step()
     return optimizer
@@ -256,43 +256,44 @@ def test_gradients_are_only_read(tmp_path: Path) -> None:
     """A step only reads gradients: read-only memory works, also where a group is short."""
     np.full((5, 100), 0.5, F).tofile(tmp_path / "gradient")
     gradient = np.memmap(tmp_path / "gradient", F, "r", shape=(5, 100))
-    own = params(torch.float32, (5, 100))
-    optimizer = FusedAdamW(own, LR, state_dtype="int8")
+    weights = params(torch.float32, (5, 100))
+    optimizer = FusedAdamW(weights, LR, state_dtype="int8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the array is not writable
-        own[0].grad = torch.from_numpy(gradient)
+        weights[0].grad = torch.from_numpy(gradient)
     optimizer.step()
-    assert optimizer.state[own[0]]["exp_avg_codes"].ge(126).all()
+    assert optimizer.state[weights[0]]["exp_avg_codes"].ge(126).all()
 
 
 def test_which_parameters() -> None:
-    own = params(torch.bfloat16, (8, 64), (8, 4, 16), (8, 63), (512,), (1, 70))
-    own.append(nn.Parameter(torch.randn(64, 8).t()))
-    own.append(nn.Parameter(torch.randn(8, 64, dtype=torch.float64)))
-    optimizer = FusedAdamW(own[:-1], state_dtype=torch.int8)
+    weights = params(torch.bfloat16, (8, 64), (8, 4, 16), (8, 63), (512,), (1, 70))
+    weights.append(nn.Parameter(torch.randn(64, 8).t()))
+    weights.append(nn.Parameter(torch.randn(8, 64, dtype=torch.float64)))
+    optimizer = FusedAdamW(weights[:-1], state_dtype=torch.int8)
     optimizer.init_state()
-    quantized = ["exp_avg_codes" in optimizer.state[p] for p in own[:-1]]
+    quantized = ["exp_avg_codes" in optimizer.state[p] for p in weights[:-1]]
     assert quantized == [True, True, False, False, True, False]
-    assert optimizer.state[own[2]]["exp_avg_sq"].dtype == torch.float32
-    assert optimizer.state[own[1]]["exp_avg_sq_scale_v2"].shape == (8, 1)
-    assert optimizer.state[own[4]]["exp_avg_scale_v2"].shape == (1, 2)
+    assert optimizer.state[weights[2]]["exp_avg_sq"].dtype == torch.float32
+    assert optimizer.state[weights[1]]["exp_avg_sq_scale_v2"].shape == (8, 1)
+    assert optimizer.state[weights[4]]["exp_avg_scale_v2"].shape == (1, 2)
 
 
 def test_what_is_not_finite() -> None:
-    own = params(torch.float32, (3, 128))
-    optimizer = stepped(own, [[gradients(3, 128)]])
-    state = optimizer.state[own[0]]
-    own[0].grad = gradients(3, 128, seed=1)
+    weights = params(torch.float32, (3, 128))
+    optimizer = stepped(weights, [[gradients(3, 128)]])
+    state = optimizer.state[weights[0]]
+    weights[0].grad = gradients(3, 128, seed=1)
     negative = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32)  # x86's NaN
-    own[0].grad[0, 3], own[0].grad[1, 70], own[0].grad[2, 5] = math.nan, math.inf, negative
+    for place, special in (((0, 3), math.nan), ((1, 70), math.inf), ((2, 5), negative)):
+        weights[0].grad[place] = special
     optimizer.skip_nonfinite = True
-    with unchanged(*own, state):
+    with unchanged(*weights, state):
         optimizer.step()
     optimizer.skip_nonfinite = False
     optimizer.step()
     scales = torch.stack([state["exp_avg_scale_v2"], state["exp_avg_sq_scale_v2"]])
     assert scales.isfinite().tolist() == [[[False, True], [True, False], [False, True]]] * 2
-    assert (~own[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70], [2, 5]]
+    assert (~weights[0].isfinite()).nonzero().tolist() == [[0, 3], [1, 70], [2, 5]]
     for row in (0, 2):  # independent of the instruction set
         assert (state["exp_avg_codes"][row, :64] == -128).all()
         assert not state["exp_avg_sq_codes"][row, :64].any()
@@ -300,23 +301,23 @@ def test_what_is_not_finite() -> None:
 
 def test_second_moments_follow_slow_changes() -> None:
     """The second moment follows changes of less than a code, which nearest rounding would lose."""
-    own = [nn.Parameter(torch.zeros(1, 64))]
-    optimizer = FusedAdamW(own, lr=0.0, state_dtype="int8", betas=(0.9, 0.999))
+    weights = [nn.Parameter(torch.zeros(1, 64))]
+    optimizer = FusedAdamW(weights, lr=0.0, state_dtype="int8", betas=(0.9, 0.999))
     grad = torch.full((1, 64), 1.0)
     for step in range(1500):
         grad[0, 1:] = 1.0 if step < 500 else 0.0
-        own[0].grad = grad
+        weights[0].grad = grad
         optimizer.step()
-    state = optimizer.state[own[0]]
+    state = optimizer.state[weights[0]]
     v = ((state["exp_avg_sq_codes"].float() + 1) * state["exp_avg_sq_scale_v2"]).square()[0, 1:]
     exact = (1 - 0.999**500) * 0.999**1000
     assert abs(v.mean().item() / exact - 1) < 0.05
 
 
 def test_bytes_held_and_moved() -> None:
-    own = params(torch.bfloat16, (30, 256), (5, 100), (70,))
+    weights = params(torch.bfloat16, (30, 256), (5, 100), (70,))
     options: dict[str, Any] = {"master_weights": "remainder", "state_dtype": "int8"}
-    optimizer = FusedAdamW(own, **options)
+    optimizer = FusedAdamW(weights, **options)
     optimizer.init_state()
     held = sum(
         value.nbytes
@@ -324,17 +325,17 @@ def test_bytes_held_and_moved() -> None:
         for name, value in state.items()
         if name.startswith("exp_avg")
     )
-    (rank,) = estimate(own, **options)
+    (rank,) = estimate(weights, **options)
     groups = 30 * 4 + 5 * 2
     assert rank.moments == held == 2 * (30 * 256 + 500) + 8 * 70 + 8 * groups
     moved = (30 * 256 + 500) * (2 + 2 + 8 + 4) + 70 * (2 + 2 + 8 + 16) + 16 * groups
     assert rank.moved == moved
-    assert [r.moments for r in estimate(own, sharding="fsdp", world_size=2, **options)] == [
+    assert [r.moments for r in estimate(weights, sharding="fsdp", world_size=2, **options)] == [
         2 * (15 * 256 + 300) + 8 * 35 + 8 * (15 * 4 + 3 * 2),
         2 * (15 * 256 + 200) + 8 * 35 + 8 * (15 * 4 + 2 * 2),
     ]
     for sharding in ("zero1", "zero2"):
-        ranks = estimate(own, sharding=sharding, world_size=3, bucket_elements=4096, **options)
+        ranks = estimate(weights, sharding=sharding, world_size=3, bucket_elements=4096, **options)
         assert sum(r.moments for r in ranks) == rank.moments
 
 
@@ -412,16 +413,16 @@ def test_groups_that_end_a_row(shape: tuple[int, ...], dtype: torch.dtype) -> No
     bit."""
     written, runs = [], []
     for state_dtype, track in ((None, ()), ("int8", ()), ("int8", ("norms",)), ("int8", True)):
-        own = params(dtype, shape)
+        weights = params(dtype, shape)
         optimizer = FusedAdamW(
-            own, LR, max_grad_norm=1e-3, state_dtype=state_dtype, fp32_moments=(), track=track,
+            weights, LR, max_grad_norm=1e-3, state_dtype=state_dtype, fp32_moments=(), track=track,
             write_back_gradients=True,
         )  # fmt: skip
         for step in range(2):
-            own[0].grad = gradients(*shape, seed=step, dtype=dtype)
+            weights[0].grad = gradients(*shape, seed=step, dtype=dtype)
             optimizer.step()
-        assert own[0].grad.float().norm() < 2e-3
-        written.append(bits(own[0].grad))
-        runs.append([bits(t) for t in (own[0], *optimizer.state[own[0]].values())])
+        assert weights[0].grad.float().norm() < 2e-3
+        written.append(bits(weights[0].grad))
+        runs.append([bits(t) for t in (weights[0], *optimizer.state[weights[0]].values())])
     assert written == [written[0]] * 4
     assert runs[1] == runs[2] == runs[3]

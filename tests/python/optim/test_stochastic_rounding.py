@@ -78,9 +78,9 @@ def test_the_mean_is_exact(value: float, lr: float) -> None:
         state = optimizer.state[p]
         held.append((p.detach(), state["exp_avg"], state["exp_avg_sq"]))
     ups = []
-    for found, exact in zip(*held, strict=True):
+    for actual, exact in zip(*held, strict=True):
         low, up, fraction = neighbours(exact)
-        values = found.double()
+        values = actual.double()
         assert set(values.unique().tolist()) == {low, up}
         ups.append(values == up)
         mean = ups[-1].double().mean().item()

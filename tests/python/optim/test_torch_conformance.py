@@ -65,20 +65,20 @@ def errors_of(name: str) -> list[ErrorOptimizerInput]:
 @pytest.mark.parametrize(("name", "index"), error_cases())
 def test_errors(name: str, index: int) -> None:
     error = errors_of(name)[index]
-    given: OptimizerInput = error.optimizer_error_input
-    params = make_params() if given.params is None else given.params
+    arguments: OptimizerInput = error.optimizer_error_input
+    params = make_params() if arguments.params is None else arguments.params
     assert error.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
     if issubclass(error.error_type, Warning):
         with pytest.warns(error.error_type, match=error.error_regex):
-            OURS[name](params, **given.kwargs)
+            OURS[name](params, **arguments.kwargs)
         return
-    # foreach=True is refused, whatever else is given.
-    refused = given.kwargs.get("foreach")
+    # foreach=True is rejected, whatever the rest.
+    rejected = arguments.kwargs.get("foreach")
     with pytest.raises(
-        (ValueError, RuntimeError) if refused else error.error_type,
-        match="foreach" if refused else error.error_regex,
+        (ValueError, RuntimeError) if rejected else error.error_type,
+        match="foreach" if rejected else error.error_regex,
     ):
-        OURS[name](params, **given.kwargs)
+        OURS[name](params, **arguments.kwargs)
 
 
 @each_class
@@ -220,8 +220,8 @@ def test_printing(name: str, kwargs: dict[str, Any]) -> None:
     assert text.startswith(f"Fused{name} (\nParameter Group 0\n")
     assert "betas: (0.9, 0.999)" in text
     optimizer = OURS[name](make_params(), **kwargs, max_grad_norm=0.5, track=("norms",))
-    own = "max_grad_norm: 0.5\ntrack: ['norms']\n"
-    assert repr(optimizer) == text.replace("(\n", f"(\n{own}", 1)
+    settings = "max_grad_norm: 0.5\ntrack: ['norms']\n"
+    assert repr(optimizer) == text.replace("(\n", f"(\n{settings}", 1)
 
 
 @inputs()

@@ -154,9 +154,9 @@ def subclass(base: Any, kind: str) -> Any:
         mixin = type("Mixin", (), {"step": lambda self, closure=None: super(mixin, self).step()})
         return type("Mixed", (mixin, base), {})
     if kind == "put on the class":
-        made = type("Late", (base,), {})
-        made.step = step
-        return made
+        late = type("Late", (base,), {})
+        late.step = step
+        return late
     if kind == "wraps":  # copies torch's mark of a step that needs no patching
         step = functools.wraps(base.step)(step)
     elif kind == "decorated":
