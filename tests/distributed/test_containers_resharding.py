@@ -4,14 +4,9 @@ The loaded values, and the values after the next step, equal bitwise the values 
 took the same steps without distribution (resharding_worker.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,20 +28,19 @@ KINDS = ["fp32", "masters", "remainder"]
 FP32 = ["fp32", "in backward", "torch's fp32"]
 BF16 = ["bf16", "masters", "remainder", "remainder8", "torch's bf16"]
 CONVERTED = [(saved, kept) for kinds in (FP32, BF16) for saved, kept in product(kinds, kinds)]
-Case = list[Any]
 
 
-def saving(ranks: int, layout: str, kind: str, steps: int, mode: str) -> Case:
+def saving(ranks, layout, kind, steps, mode):
     name = f"{kind} on {ranks} {layout} after {steps} {mode}"
     return ["save", name, layout, kind, steps, mode]
 
 
-def loading(saved: Case, layout: str, kept: str, way: str) -> Case:
+def loading(saved, layout, kept, way):
     _, name, _, kind, steps, _ = saved
     return ["load", name, kind, steps, layout, kept, way]
 
 
-def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
+def matrix(source, target):
     """Yields all pairs of layouts for each kind. The ways of saving and loading take turns."""
     kinds, froms, tos = (list(enumerate(x)) for x in (KINDS, LAYOUTS[source], LAYOUTS[target]))
     for (k, kind), (i, layout), (j, to) in product(kinds, froms, tos):
@@ -54,7 +48,7 @@ def matrix(source: int, target: int) -> Iterator[tuple[Case, Case]]:
         yield saved, loading(saved, to, kind, WAYS[(i + j + k) % 3])
 
 
-def conversions(source: int, target: int, every: int = 1) -> Iterator[tuple[Case, Case]]:
+def conversions(source, target, every=1):
     """Yields pairs of a saved kind and a kind that loads it, by default all."""
     for n, (kind, kept) in enumerate(CONVERTED[::every]):
         layout, to = (names[n % len(names)] for names in (LAYOUTS[source], LAYOUTS[target]))
@@ -62,7 +56,7 @@ def conversions(source: int, target: int, every: int = 1) -> Iterator[tuple[Case
         yield saved, loading(saved, to, kept, WAYS[n % 2])
 
 
-def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
+def some(source, target):
     """Yields the cases of the fast tier."""
     first = saving(source, "fsdp", "remainder", 3, "async")
     yield first, loading(first, "tp", "remainder", "fresh")
@@ -74,14 +68,12 @@ def some(source: int, target: int) -> Iterator[tuple[Case, Case]]:
 
 
 @pytest.fixture(scope="module")
-def run(
-    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, list[Case]], list[str]]:
+def run(start_ranks, tmp_path_factory):
     """A function that runs each case once, and returns the differences by case and rank."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    saved: list[Case] = []
+    saved = []
 
-    def run(ranks: int, cases: list[Case]) -> list[str]:
+    def run(ranks, cases):
         cases = [case for n, case in enumerate(cases) if case not in saved + cases[:n]]
         if not cases:
             return []
@@ -91,10 +83,10 @@ def run(
         start_ranks("resharding_worker.py", ranks, *arguments, seconds=LIMIT)
         problems = []
         for rank in range(ranks):
-            results = json.loads(Path(folder / f"rank{rank}.json").read_text())
+            results = json.loads((folder / f"rank{rank}.json").read_text())
             assert len(results) == len(cases)
-            for case, found in results.items():
-                if problem := found.get("error") or found["difference"]:
+            for case, result in results.items():
+                if problem := result.get("error") or result["difference"]:
                     problems.append(f"{case}, rank {rank}: {problem}")
         return problems
 
@@ -104,7 +96,7 @@ def run(
 NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
 
 
-def slow(*values: Any) -> Any:
+def slow(*values):
     return pytest.param(*values, marks=[NEWEST, SLOW])
 
 
@@ -119,9 +111,7 @@ def slow(*values: Any) -> Any:
         *(slow(conversions, *pair) for pair in [(4, 2), (4, 3), (1, 4)]),
     ],
 )
-def test_loads_and_goes_on_bit_for_bit(
-    run: Callable[[int, list[Case]], list[str]], cases: Any, source: int, target: int
-) -> None:
+def test_loads_and_goes_on_bit_for_bit(run, cases, source, target):
     saves, loads = zip(*cases(source, target), strict=True)
     assert run(source, list(saves)) == []
     assert run(target, list(loads)) == []
