@@ -1,12 +1,13 @@
 """python -m torchopt_ext info, plan and schedule."""
 
+import cProfile
 import importlib
 import json
 import math
+import pstats
 import re
 import struct
 import sys
-import time
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -147,10 +148,10 @@ def test_plan_of_a_count(run):
 
 
 def test_plan_of_very_many_ranks(run):
-    """The work is that of the tensors and one division for each rank, also with 1,024 buckets."""
-    start = time.process_time()
-    shown = run("plan", "--params", "1e15", "--world-size", "100000")
-    assert time.process_time() - start < 5
+    """Takes a few calls for each rank, also with 1,024 buckets."""
+    profile = cProfile.Profile()
+    shown = profile.runcall(run, "plan", "--params", "1e15", "--world-size", "100000")
+    assert pstats.Stats(profile).total_calls < 30 * 100_000
     assert re.search(r"\nbalanced +9,\d{3},\d{3},\d{3} +10,0\d\d,\d{3},\d{3} +\+0\.\d%\n", shown)
 
 
