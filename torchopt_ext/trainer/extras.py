@@ -13,13 +13,13 @@ class MissingExtra(ConfigError, ImportError):
     """A setting needs a package that is not installed."""
 
 
-def import_extra(module: str, needed_by: str) -> Any:
-    """Imports a module of a package that the extra "trainer" installs, or raises MissingExtra."""
+def import_extra(module: str, needed_by: str, package: str = "'torchopt_ext[trainer]'") -> Any:
+    """Imports a module that only some jobs need, or raises MissingExtra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(
-            f"{needed_by} needs {module} ({error}): pip install 'torchopt_ext[trainer]'"
+            f"{needed_by} needs {module} ({error}): pip install {package}"
         ) from error
 
 

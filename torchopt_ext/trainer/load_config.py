@@ -13,11 +13,10 @@ import importlib
 import io
 import math
 import tomllib
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
@@ -247,7 +246,7 @@ def check_supported(job_config: JobConfig) -> None:
         wrong.append(f"lr_scheduler.lr_min is {job_config.lr_scheduler.lr_min}, expected 0 to 1")
     for name, kind in settings_of(type(job_config)).items():
         value = functools.reduce(getattr, name.split("."), job_config)
-        choices, items = [*_choices(kind)], value if isinstance(value, list) else [value]
+        choices, items = _choices(kind), value if isinstance(value, list) else [value]
         if choices and any(item not in choices for item in items):
             wrong.append(f"{name} is {value!r}, expected {describe(kind)}")
     if not (max_norm := job_config.training.max_norm) > 0:
@@ -279,14 +278,12 @@ def _unsupported(unused: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {value!r}, which this Trainer does not support: {why}"
 
 
-def _choices(kind: Any) -> Iterator[Any]:
-    """Yields the values that a type with a Literal allows, of a list those of its items."""
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """Returns the values that a type with a Literal allows, of a list those of its items."""
     if get_origin(kind) is Literal:
-        yield from get_args(kind)
-    elif get_origin(kind) in (list, Union, types.UnionType):
-        choices = [[*_choices(one)] for one in get_args(kind)]
-        if any(choices):
-            yield from (value for values in choices for value in values or [None])
+        return get_args(kind)
+    choices = tuple(choice for one in get_args(kind) for choice in _choices(one))
+    return (*choices, None) if choices and type(None) in get_args(kind) else choices
 
 
 def _out_of_range(config: Any, default: Any, prefix: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from torchopt_ext.trainer.extras import MissingExtra, import_extra
+from torchopt_ext.trainer.extras import import_extra
 
 
 class MetricWriter:
@@ -135,10 +135,7 @@ class WeightsAndBiases(MetricWriter):
     """Writes to a run of Weights & Biases, in the project WANDB_PROJECT or "torchopt_ext"."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingExtra("metrics.enable_wandb needs wandb: pip install wandb") from error
+        wandb = import_extra("wandb", "metrics.enable_wandb", package="wandb")
         folder.mkdir(parents=True, exist_ok=True)
         project = os.environ.get("WANDB_PROJECT", "torchopt_ext")
         self._run = wandb.init(project=project, dir=str(folder), config=config)
