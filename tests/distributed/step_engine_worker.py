@@ -653,6 +653,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         "unfrozen late": unfrozen_late,
         "rows": lambda: rows_of(""),
         "mixed rows": replicas_and_rows,
+        "replicas in a group": lambda: assert_same(
+            train(mixed_rows, process_group=dist.group.WORLD), unsharded()
+        ),
         "mixed": rows_columns_and_replicas,
         "ways to hold weights": ways_to_hold_weights_differ,
         "hybrid 2x1": lambda: hybrid((2, 1)),
