@@ -198,55 +198,6 @@ def test_settings_that_a_checkpoint_replaces_are_named_once(
 # ---- states --------------------------------------------------------------------------------------
 
 
-def with_state(folder: Path, value: Any) -> tuple[Job, list[Any]]:
-    """Returns a job with a value in its state, and the list of values that it loads."""
-    job, loaded = Job(folder), []
-    job.state_dict = lambda: {"step": 2, "value": value}  # type: ignore[method-assign]
-    job.load_state_dict = lambda state: loaded.append(state["value"])  # type: ignore
-    return job, loaded
-
-
-@pytest.mark.parametrize(
-    ("saved", "live"),
-    [
-        ({0: 5}, {0: 99}),
-        ({0: 5}, {}),
-        ({"a": 1, "b": {"c": 2}}, {"a": 0}),
-        ({(1, "x"): [{2: None}]}, {}),
-        (Counter({30: 1}), Counter({40: 2})),
-        (OrderedDict(b=1, a=2), None),
-        ([{"a": 1}, {0: 1}], []),
-        ({}, {}),
-        ({}, {"a": 1}),
-        ({"a": {}, "b": [{}]}, {"a": {"x": 1}}),
-        ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
-    ],
-)
-def test_a_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live: Any) -> None:
-    with_state(tmp_path, saved)[0].train(until=2).close()
-    job, loaded = with_state(tmp_path, live)
-    assert job.manager.load()
-    assert repr(loaded) == repr([saved])
-
-
-def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    Job(tmp_path).train(until=2).close()
-    with pytest.raises(ConfigError, match=r"step-2 lacks train_state\.value$"):
-        with_state(tmp_path, 5)[0].manager.load()
-
-
-def test_a_schedules_milestones_come_back(tmp_path: Path) -> None:
-    for milestones, load in (([3, 3, 5], False), ([4], True)):
-        job = Job(tmp_path)
-        schedule = MultiStepLR(job.optimizers.optimizers[0], milestones)
-        job.manager._states["lr_scheduler"] = schedule
-        if load:
-            assert job.manager.load()
-            assert schedule.milestones == Counter({3: 2, 5: 1})
-        else:
-            job.manager.save(2, force=True)
-
-
 class Noted(nn.Module):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -265,27 +216,64 @@ def noted(folder: Path, value: Any, **settings: Any) -> Job:
     return job
 
 
+def with_state(folder: Path, value: Any) -> Job:
+    job = Job(folder)
+    job.model.noted = SimpleNamespace()
+    job.state_dict = lambda: {"step": 2, "value": value}  # type: ignore[method-assign]
+    job.load_state_dict = vars(job.model.noted).update  # type: ignore[method-assign]
+    return job
+
+
+@pytest.mark.parametrize("build", [with_state, noted])
 @pytest.mark.parametrize(
     ("saved", "live"),
     [
         ({"n": 3}, {"n": 0}),
-        ({}, {}),
+        ({0: 5}, {0: 99}),
+        ({0: 5}, {}),
+        ({0: 1, "a": 2}, {0: 5, "a": 3}),
+        ({"a": 1, "b": {"c": 2}}, {"a": 0}),
         ({"a": 1, "b": {"c": torch.ones(2)}}, {}),
-        ({"seen": {}, "n": 3}, {"seen": {"x": 1}, "n": 0}),
-        ([1, {"a": 2}], []),
+        ({"a.b": 1, "a": {"b": 2}}, {}),
+        ({(1, "x"): [{2: None}]}, {}),
+        (Counter({30: 1}), Counter({40: 2})),
+        (OrderedDict(b=1, a=2), None),
+        (OrderedDict(a=(1, [2])), {}),
+        ([{"a": 1}, {0: 1}], []),
         ([1, 2], [0, 0, 0]),
+        ({}, {}),
+        ({}, {"a": 1}),
+        ({"a": {}, "b": [{}]}, {"a": {"x": 1}}),
+        ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
         (torch.ones(3), None),
         (5, {"n": 0}),
         (b"raw", None),
-        ({0: 1, "a": 2}, {0: 5, "a": 3}),
-        ({}, {"n": 0}),
-        ({"a.b": 1, "a": {"b": 2}}, {}),
-        (OrderedDict(a=(1, [2])), {}),
     ],
 )
-def test_extra_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, live: Any) -> None:
-    noted(tmp_path, saved).manager.save(2, force=True)
-    assert repr(noted(tmp_path, live).resume().model.noted.value) == repr(saved)
+def test_a_value_comes_back_as_it_was_saved(
+    tmp_path: Path, saved: Any, live: Any, build: Callable[..., Job]
+) -> None:
+    """A value of a state, and what a module's get_extra_state returns."""
+    build(tmp_path, saved).manager.save(2, force=True)
+    assert repr(build(tmp_path, live).resume().model.noted.value) == repr(saved)
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=2).close()
+    with pytest.raises(ConfigError, match=r"step-2 lacks train_state\.value$"):
+        with_state(tmp_path, 5).manager.load()
+
+
+def test_a_schedules_milestones_come_back(tmp_path: Path) -> None:
+    for milestones, load in (([3, 3, 5], False), ([4], True)):
+        job = Job(tmp_path)
+        schedule = MultiStepLR(job.optimizers.optimizers[0], milestones)
+        job.manager._states["lr_scheduler"] = schedule
+        if load:
+            assert job.manager.load()
+            assert schedule.milestones == Counter({3: 2, 5: 1})
+        else:
+            job.manager.save(2, force=True)
 
 
 @pytest.mark.parametrize(
