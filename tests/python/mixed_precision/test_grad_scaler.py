@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -101,9 +102,7 @@ def test_a_scale_whose_reciprocal_is_infinite_changes_nothing(clip: float | None
     set_gradients(params)
     optimizer.init_state()
     before = snapshot(optimizer)
-    scaler = scaler_of(torch.amp.GradScaler, init_scale=2.0**-140)
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
+    scaler_of(torch.amp.GradScaler, init_scale=2.0**-140).step(optimizer)
     assert snapshot(optimizer) == before
 
 
@@ -144,14 +143,13 @@ def test_an_overflow_leaves_every_byte(scaler_class: Any, special: float) -> Non
     container, params = container_of(parts, amsgrad=True), all_params(parts)
     scaler = scaler_of(scaler_class, growth_interval=100)
     drive(scaler, container, params, [False, False])
-    before = [snapshot(optimizer) for optimizer in container.optimizers]
-    for p in params:
-        for at in (0, p.numel() // 2, p.numel() - 1):
-            set_gradients(params, seed=9)
-            p.grad.view(-1)[at] = special
-            scaler.step(container)
-            scaler.update()
-            assert [snapshot(optimizer) for optimizer in container.optimizers] == before
+    before = [*map(snapshot, container.optimizers)]
+    for p, at in product(params, (0, 1, -1)):
+        set_gradients(params, seed=9)
+        p.grad.view(-1)[at] = special
+        scaler.step(container)
+        scaler.update()
+        assert [*map(snapshot, container.optimizers)] == before
     assert scaler.get_scale() == 2.0 ** (10 - 3 * len(params))
 
 
