@@ -140,11 +140,11 @@ def keys_of(name: str) -> list[str]:
     return ["algorithm", *algorithm_of({"algorithm": name}).defaults]
 
 
-def reject_unknown(names: Iterable[str], known: Collection[str], what: str) -> None:
-    """Raises TypeError if a name is none of the known names; the message has the nearest."""
+def reject_unknown(names: Iterable[str], valid: Collection[str], what: str) -> None:
+    """Raises TypeError if a name is none of the valid names; the message has the nearest."""
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{what} has no argument {name!r}{hint}")
 

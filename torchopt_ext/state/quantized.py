@@ -161,8 +161,8 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(scale_shape(moment), dtype=torch.float32, device=moment.device)
     by_row = codes.flatten(1)
     is_root = STATES[name].as_root  # a root's code c stands for c + 1 steps
-    for own in _blocks(moment):
-        rows = moment[own].reshape(-1, by_row.shape[1]).float()
+    for block in _blocks(moment):
+        rows = moment[block].reshape(-1, by_row.shape[1]).float()
         grouped = pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), scales.shape[1], GROUP)
         # In double: torch's float32 root is not correctly rounded if it comes from MKL.
         value = grouped.double().sqrt().float() if is_root else grouped
@@ -171,8 +171,8 @@ def quantize(name: str, moment: Tensor) -> tuple[Tensor, Tensor]:
         inverse = (1 / scale).clamp(max=2.0**126).unsqueeze(-1)
         code = (value * inverse).round()
         code = (code - 1).clamp(0.0, 255.0) if is_root else code.clamp(-128.0, 127.0)
-        scales[own] = scale
-        by_row[own] = code.nan_to_num(0.0).flatten(1)[:, : by_row.shape[1]].to(codes.dtype)
+        scales[block] = scale
+        by_row[block] = code.nan_to_num(0.0).flatten(1)[:, : by_row.shape[1]].to(codes.dtype)
     return codes, scales
 
 
@@ -184,10 +184,10 @@ def dequantize(name: str, codes: Tensor, scales: Tensor, groups: Tensor | None =
     moment = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     by_row = moment.flatten(1)
     groups = torch.arange(by_row.shape[1]) // GROUP if groups is None else groups
-    for own in _blocks(codes):
-        code = codes[own].reshape(-1, by_row.shape[1]).float()
-        scale = scales[own][:, groups.to(scales.device)].to(codes.device)
-        by_row[own] = ((code + 1) * scale).square() if STATES[name].as_root else code * scale
+    for block in _blocks(codes):
+        code = codes[block].reshape(-1, by_row.shape[1]).float()
+        scale = scales[block][:, groups.to(scales.device)].to(codes.device)
+        by_row[block] = ((code + 1) * scale).square() if STATES[name].as_root else code * scale
     return moment
 
 

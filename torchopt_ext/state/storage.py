@@ -75,8 +75,8 @@ class Storage:
             return param.dtype
         if self.state_dtype == torch.int8:
             return torch.float32
-        own = param.dtype if self.master_of(param) is None else torch.float32
-        return self.state_dtype or own  # type: ignore[return-value]
+        dtype = param.dtype if self.master_of(param) is None else torch.float32
+        return self.state_dtype or dtype  # type: ignore[return-value]
 
     def problem(self, param: Tensor) -> str | None:
         """Returns why a parameter cannot be held this way, to follow its name, or None."""
@@ -223,9 +223,9 @@ def with_own_steps(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]
 
     Steps that processes share stay as they are, for a process that gets the optimizer.
     """
-    own = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
-    for entry in own.values():
+    copies = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
+    for entry in copies.values():
         step = entry.get("step") if isinstance(entry, dict) else None
         if isinstance(step, Tensor) and not _is_shared(step):
             entry["step"] = step.clone()
-    return own
+    return copies

@@ -245,14 +245,14 @@ class _Planner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[bytes, Any] = {}
+        self._unpickled: dict[bytes, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         data = value.getvalue()
-        if data not in self._known:
-            self._known[data] = torch.load(value, weights_only=True)
+        if data not in self._unpickled:
+            self._unpickled[data] = torch.load(value, weights_only=True)
         path = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, path, copy.deepcopy(self._known[data]))
+        set_element(self.original_state_dict, path, copy.deepcopy(self._unpickled[data]))
 
 
 def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -> None:
@@ -266,8 +266,8 @@ def read(values: dict[str, Any], reader: StorageReader, group: Any, what: str) -
         for problem, _ in error.failures.values():
             if not isinstance(problem, Exception):  # such as KeyboardInterrupt
                 raise problem from error
-        found = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
-        raise RuntimeError(f"reading {what}: {'; '.join(found)}") from error
+        texts = [f"rank {rank}: {problem!r}" for rank, (problem, _) in error.failures.items()]
+        raise RuntimeError(f"reading {what}: {'; '.join(texts)}") from error
 
 
 INDEXED = ("state", f"{BASE}.state", "flat_fp32_weights")

@@ -336,7 +336,7 @@ class Completion:
             for part, _ in parts
             for name, param in part.named_parameters(remove_duplicate=False)
         ]
-        every = [optimizer for _, own in parts for optimizer in own]
+        every = [optimizer for _, optimizers in parts for optimizer in optimizers]
         params = params_of(*every)
         seen += [("", id(param)) for param in params]
         if seen == self._seen:
