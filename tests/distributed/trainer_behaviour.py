@@ -47,8 +47,9 @@ def case(ranks: int) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def trainer_of(folder: Path, shared: list[str], *settings: str) -> Any:
-    trainer = Trainer(load_config([*shared, "--job.dump_folder", str(folder), *settings]))
+def trainer_of(folder: Path, shared: list[str], settings: str) -> Any:
+    options = ["--job.dump_folder", str(folder), *settings.split()]
+    trainer = Trainer(load_config([*shared, *options]))
     try:
         yield trainer
         _take_another_port()
@@ -112,18 +113,14 @@ def spied(trainer: Trainer) -> list[str]:
 def order_of_calls(folder: Path, shared: list[str]) -> None:
     """Calls of a step come in the order of torchtitan."""
     calls: dict[str, list[str]] = {}
-    torch_adamw = (
-        *("--experimental.custom_import", "examples.torch_adamw"),
-        *("--model.name", "byte_llama_torch_adamw"),
-    )
+    module = "--experimental.custom_import examples.torch_adamw"
     for name, settings in {
-        "fused": (),
-        "foreach": ("--optimizer.implementation", "foreach"),
-        "in backward": ("--optimizer.early_step_in_backward", "--training.max_norm", "inf"),
-        "a TrainSpec's": torch_adamw,
+        "fused": "",
+        "foreach": "--optimizer.implementation foreach",
+        "in backward": "--optimizer.early_step_in_backward --training.max_norm inf",
+        "a TrainSpec's": f"{module} --model.name byte_llama_torch_adamw",
     }.items():
-        job_folder = folder / name
-        with trainer_of(job_folder, shared, "--training.steps", "2", *settings) as trainer:
+        with trainer_of(folder / name, shared, f"--training.steps 2 {settings}") as trainer:
             calls[name] = spied(trainer)
     clips = ["module.clip_grad_norm_"]
     wait = "CheckpointManager.maybe_wait_for_staging"
@@ -161,8 +158,8 @@ def skipped_steps(folder: Path, shared: list[str]) -> None:
     """Steps that are not finite change nothing and are counted."""
     for implementation in ("fused", "foreach"):
         job_folder = folder / implementation
-        settings = ("--training.steps", "5", "--optimizer.implementation", implementation)
-        with trainer_of(job_folder, shared, *settings) as trainer:
+        settings = f"--training.steps 5 --optimizer.implementation {implementation}"
+        with trainer_of(job_folder, shared, settings) as trainer:
             poison(trainer, {2}, losses={4})
             before: list[Any] = []
             step = trainer.train_step
@@ -182,11 +179,9 @@ def skipped_steps(folder: Path, shared: list[str]) -> None:
 
 @case(1)
 def too_many_skips(folder: Path, shared: list[str]) -> None:
-    settings = (
-        *("--training.steps", "9", "--training.max_consecutive_skips", "3"),
-        *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "2"),
-    )
-    with trainer_of(folder, shared, *settings) as trainer:
+    limit = "--training.steps 9 --training.max_consecutive_skips 3"
+    saving = "--checkpoint.enable_checkpoint --checkpoint.interval 2"
+    with trainer_of(folder, shared, f"{limit} {saving}") as trainer:
         poison(trainer, {3, 5, 6, 7})
         last = "3 steps in a row.*the last checkpoint before them is step 4"
         with pytest.raises(RuntimeError, match=last):
@@ -203,11 +198,10 @@ def refused_commits(folder: Path, shared: list[str]) -> None:
     """
     if importlib.util.find_spec("torchft") is None:
         return
-    settings = (
-        *("--training.steps", "5", "--training.batch_size", "4"),
-        *("--training.global_batch_size", "16", "--training.max_consecutive_skips", "2"),
-        *("--checkpoint.enable_checkpoint", "--checkpoint.interval", "4"),
-    )
+    settings = """
+        --training.steps 5 --training.batch_size 4 --training.global_batch_size 16
+        --training.max_consecutive_skips 2 --checkpoint.enable_checkpoint --checkpoint.interval 4
+    """
     manager = MagicMock()  # stands for torchft's
     manager.participating_rank.return_value = 0
     manager.should_commit.side_effect = [True, False, True, False, True]
@@ -215,7 +209,7 @@ def refused_commits(folder: Path, shared: list[str]) -> None:
     group = FTManager(manager, group_size=2)
     with (
         patch("torchopt_ext.trainer.ft.init_ft_manager", lambda _: group),
-        trainer_of(folder, shared, *settings) as trainer,
+        trainer_of(folder, shared, settings) as trainer,
     ):
         poison(trainer, {3})
         trainer.train()
@@ -235,16 +229,14 @@ def data_that_ends(folder: Path, shared: list[str]) -> None:
     text = folder / "text"
     text.mkdir(parents=True)
     (text / "a").write_bytes(bytes(range(256)) * 3)  # 23 windows of 33 bytes
-    settings = (
-        *("--training.dataset_path", str(text), "--training.epochs", "1"),
-        *("--training.batch_size", "4", "--training.steps", "50", "--validation.enable"),
-        *("--validation.dataset", "text", "--validation.dataset_path", str(text)),
-        *("--validation.local_batch_size", "2", "--validation.freq", "3"),
-        *("--validation.seq_len", "16", "--checkpoint.enable_checkpoint"),
-        *("--checkpoint.interval", "4", "--checkpoint.model_weights_only"),
-        "--checkpoint.export_safetensors",
-    )
-    with trainer_of(folder, shared, *settings) as trainer:
+    settings = f"""
+        --training.dataset_path {text} --training.epochs 1 --training.batch_size 4
+        --training.steps 50 --validation.enable --validation.dataset text --validation.freq 3
+        --validation.dataset_path {text} --validation.local_batch_size 2 --validation.seq_len 16
+        --checkpoint.enable_checkpoint --checkpoint.interval 4 --checkpoint.model_weights_only
+        --checkpoint.export_safetensors
+    """
+    with trainer_of(folder, shared, settings) as trainer:
         trainer.train()
         saved = sorted(path.name for path in trainer.checkpointer.folder.iterdir())
         contents = contents_of(trainer.checkpointer.folder / "step-5")
@@ -258,15 +250,14 @@ def data_that_ends(folder: Path, shared: list[str]) -> None:
 @case(2)
 def validation(folder: Path, shared: list[str]) -> None:
     """Validation reads the same data every time. On two ranks it runs through pipeline stages."""
-    settings = (
-        *("--validation.enable", "--validation.dataset", "text", "--validation.freq", "2"),
-        *("--validation.dataset_path", str(Path(__file__).parents[2] / "docs")),
-        *("--validation.local_batch_size", "8", "--validation.seq_len", "32"),
-        *("--validation.steps", "3", "--training.steps", "5", "--optimizer.lr", "0"),
-        *("--parallelism.pipeline_parallel_degree", os.environ["WORLD_SIZE"]),
-        *("--training.global_batch_size", "16"),
-    )
-    with trainer_of(folder, shared, *settings) as trainer:
+    settings = f"""
+        --validation.enable --validation.dataset text --validation.freq 2 --validation.steps 3
+        --validation.dataset_path {Path(__file__).parents[2] / "docs"} --validation.seq_len 32
+        --validation.local_batch_size 8 --training.steps 5 --optimizer.lr 0
+        --training.global_batch_size 16
+        --parallelism.pipeline_parallel_degree {os.environ["WORLD_SIZE"]}
+    """
+    with trainer_of(folder, shared, settings) as trainer:
         trainer.train()
         assert trainer.model_parts[0].training
         # Stages count up from rank 0's seed, so that dropout differs.
@@ -284,8 +275,8 @@ def closing(folder: Path, shared: list[str]) -> None:
     with pytest.raises(ConfigError):
         Trainer(load_config([*shared, "--model.flavor", "none"]))
     assert gc.isenabled() and not dist.is_initialized()
-    settings = ("--training.steps", "1", "--job.save_config_file", "saved/config.json")
-    with trainer_of(folder, shared, *settings) as trainer:
+    settings = "--training.steps 1 --job.save_config_file saved/config.json"
+    with trainer_of(folder, shared, settings) as trainer:
         handler = signal.getsignal(signal.SIGTERM)
         trainer.train()
         assert not gc.isenabled()
@@ -299,9 +290,9 @@ def closing(folder: Path, shared: list[str]) -> None:
 def low_precision_shards(folder: Path, shared: list[str]) -> None:
     """Low-precision copies of shards change no bit."""
     sums = []
-    for kept in ((), ("--parallelism.fsdp_keep_low_precision_shards",)):
-        settings = ("--training.mixed_precision_param", "bfloat16", "--training.steps", "3", *kept)
-        with trainer_of(folder / f"{len(kept)}", shared, *settings) as trainer:
+    for kept in ("", "--parallelism.fsdp_keep_low_precision_shards"):
+        settings = f"--training.mixed_precision_param bfloat16 --training.steps 3 {kept}"
+        with trainer_of(folder / f"{len(kept)}", shared, settings) as trainer:
             trainer.train()
             shards = [param._local_tensor for param in trainer.model_parts[0].parameters()]
             copies = [hasattr(shard, "low_precision_copy") for shard in shards]
@@ -313,8 +304,8 @@ def low_precision_shards(folder: Path, shared: list[str]) -> None:
 @case(2)
 def sigterm_at_one_rank(folder: Path, shared: list[str]) -> None:
     """A signal at one rank ends all ranks after one step."""
-    settings = ("--training.steps", "50", "--checkpoint.enable_checkpoint")
-    with trainer_of(folder, shared, *settings) as trainer:
+    settings = "--training.steps 50 --checkpoint.enable_checkpoint"
+    with trainer_of(folder, shared, settings) as trainer:
         step = trainer.train_step
 
         def with_signal(*args: Any) -> None:

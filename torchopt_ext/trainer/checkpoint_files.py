@@ -134,15 +134,12 @@ def steps(folder: Path) -> list[int]:
 
     Checkpoints that torch's own writer left incomplete are excluded: it writes ``.metadata`` last.
     """
-    return sorted(
-        (
-            int(match[1])
-            for path in (folder.iterdir() if folder.is_dir() else ())
-            if (match := _STEP.fullmatch(path.name))
-            and ((path / METADATA).exists() or (path / MANIFEST).exists())
-        ),
-        reverse=True,
-    )
+    complete = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
+            complete.append(int(match[1]))
+    return sorted(complete, reverse=True)
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
