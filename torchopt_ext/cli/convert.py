@@ -272,12 +272,11 @@ def moments(source: Checkpoint, entry: Entry, kept_as: str) -> Iterator[New]:
     if kept_as == "int8" and (coded or kind in SCALES):
         yield kept(source, entry, like.dtype)
     elif kept_as == "int8" and quantizes(source, like):
-        codes, scale = CODES_OF[kind], STATES[kind].scale
-        for n, (name, shape, dtype) in enumerate(
-            ((codes, like.shape, CODES[codes]), (scale, scale_shape(like), torch.float32))
-        ):
-            make = functools.partial(lambda n: quantize(kind, source.tensor(key))[n], n)
-            yield New(beside(source, entry, name), shape, dtype, make)
+        codes, shape = CODES_OF[kind], scale_shape(like)
+        path = beside(source, entry, codes)
+        yield New(path, like.shape, CODES[codes], lambda: quantize(kind, source.tensor(key))[0])
+        path = beside(source, entry, STATES[kind].scale)
+        yield New(path, shape, torch.float32, lambda: quantize(kind, source.tensor(key))[1])
     elif kind not in SCALES:  # scales go into their moments
         held = like.dtype in (torch.float32, *SIXTEEN_BIT)
         dtype = DTYPES.get(kept_as, torch.float32) if held or coded else like.dtype
