@@ -374,7 +374,7 @@ def any_training(seed: int, mode: str) -> None:
 
 def cases() -> dict[str, Callable[[], None]]:
     table = {
-        f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(6)
+        f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(4)
     }
     table |= {
         f"whole and sharded, {kind.__name__} {options}": partial(whole_and_sharded, kind, **options)
