@@ -395,9 +395,9 @@ def overlap(
         return
     idle = 1 if find_unused else 2  # backward passes until DDP's final buckets are known
     models = [small_model() for _ in range(2)]
+    of_ddp: dict[str, Any] = {"bucket_cap_mb": 0.0004, "gradient_as_bucket_view": interleaved}
     ddp, plain_ddp = (
-        DDP(m, process_group=group, bucket_cap_mb=0.0004, find_unused_parameters=find_unused)
-        for m in models
+        DDP(m, process_group=group, find_unused_parameters=find_unused, **of_ddp) for m in models
     )
     zero = zero_over(ddp.parameters(), kind, process_group=group, overlap_with_ddp=True)
     seen: set[int] = set()
