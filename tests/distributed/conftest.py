@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .rank_results import Results
+from ..support.ranks import Results
 
 HERE = Path(__file__).parent
 RUN_TIMEOUT = 120  # seconds; a run takes about 10 on an idle machine

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parent))
 
-from rank_cases import difference, run_cases
-
+from tests.support.compare import difference
+from tests.support.ranks import run_cases
 from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.fsdp import keep_low_precision_shards
 

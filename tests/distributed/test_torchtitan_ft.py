@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from .rank_cases import difference
+from ..support.compare import difference
 from .replica_groups import Groups, replica_groups
 from .torchtitan_runs import HERE, STEPS, options_of, read_metrics, require_torchtitan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .rank_results import Results, assert_passed
+from ..support.ranks import Results, assert_passed
 
 NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
 

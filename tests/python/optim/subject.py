@@ -1,14 +1,13 @@
-"""The optimizers under test, their torch counterparts, and small problems to run them on."""
+"""torch's descriptions of its tests of Adam, with our classes, and a comparison with torch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._internal.common_optimizers import (
     OptimizerInfo,
     OptimizerInput,
@@ -17,19 +16,12 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-from ...support.compare import assert_same_bits as assert_same_bits
-from ...support.compare import bits as bits
-from ...support.compare import snapshot as snapshot
-from ...support.problems import copy_params as copy_params
-from ...support.problems import make_params, set_gradients
-from ...support.ways import OURS as ALL
-from ...support.ways import TORCH
+from ...support.problems import make_params
+from ...support.ways import OURS, TORCH
 
 NAMES = ("Adam", "AdamW")
-OURS = {name: ALL[name] for name in NAMES}
 
 CASE = TestCase()  # torch's comparison of nested containers, and its tolerances per dtype
-assert_equal_nested = functools.partial(CASE.assertEqual, rtol=0, atol=0)
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
@@ -80,21 +72,6 @@ class Regression:
         loss = self.loss()
         loss.backward()
         return loss
-
-
-def train(
-    optimizers: list[torch.optim.Optimizer],
-    param_lists: list[list[nn.Parameter]],
-    steps: int,
-    first_seed: int = 0,
-    each_step: Callable[[], object] = lambda: None,
-) -> None:
-    """Steps every optimizer with the same gradients."""
-    for step in range(steps):
-        set_gradients(*param_lists, seed=first_seed + step)
-        for optimizer in optimizers:
-            optimizer.step()
-        each_step()
 
 
 def assert_close_to_torch(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> None:

@@ -25,7 +25,6 @@ from torchopt_ext.containers.deferred_clipping import defer_clipping
 
 from ...support.compare import unchanged
 from ...support.problems import make_params, set_gradients, train
-from ...support.ways import OURS
 
 MANY = [(2,)] * 1500  # enough for several threads
 
@@ -135,17 +134,9 @@ def record_names(optimizer: Any) -> list[str]:
     return [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_a_profiler_sees_the_step_as_torch_names_it(name: str) -> None:
-    optimizer = OURS[name](make_params())
-    optimizer.step()
-    class_name = type(optimizer).__name__
-    assert record_names(optimizer) == [f"Optimizer.step#{class_name}.step"]
-
-
 def subclass(base: Any, kind: str) -> Any:
-    if kind == "plain":
-        return type("Plain", (base,), {})
+    if kind in ("the class", "plain"):
+        return base if kind == "the class" else type("Plain", (base,), {})
 
     def step(self: Any, closure: Any = None) -> Any:
         return base.step(self) if closure is None else base.step(self, closure)
@@ -166,7 +157,8 @@ def subclass(base: Any, kind: str) -> Any:
 
 @pytest.mark.parametrize("of", ["all optimizers", "this one"])
 @pytest.mark.parametrize(
-    "kind", ["plain", "overridden", "wraps", "decorated", "mixin", "put on the class"]
+    "kind",
+    ["the class", "plain", "overridden", "wraps", "decorated", "mixin", "put on the class"],
 )
 def test_hooks_fire_once_in_subclasses(of: str, kind: str) -> None:
     base: Any = FusedAdamW
