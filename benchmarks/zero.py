@@ -64,7 +64,7 @@ class Subject:
         local = self.zero.local
         # LOCAL leaves out the small all-reduce in the middle of ours.
         local.fused.process_group = None if operation == LOCAL else self.zero.process_group
-        local.send_updates = self.send if operation == FULL else lambda agreement: None
+        local.send_updates = self.send if operation == FULL else lambda progress: None
         self.zero.step()
 
     def state_bytes(self) -> int:

@@ -296,7 +296,7 @@ def rejected_as_on_a_gpu(base: str) -> None:
     optimizer = FSDPadaptOptimizer(optim, grad_scal_cfg=config, process_group=dist.group.WORLD)
     end = SimpleNamespace(query=lambda: True)
     with (
-        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
+        mock.patch.object(rejection.RejectedSteps, "is_known", return_value=False),
         mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
         mock.patch.object(Controlled, "known", return_value=None),
     ):

@@ -242,7 +242,7 @@ def as_on_a_gpu(query: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Lets the host not know the flags of a step at its end, until ``query`` says so."""
     end = SimpleNamespace(query=query, synchronize=lambda: None)
     with (
-        mock.patch.object(rejection.Verdict, "is_known", return_value=False),
+        mock.patch.object(rejection.RejectedSteps, "is_known", return_value=False),
         mock.patch.object(rejection, "sent_to_host", lambda flags: (flags.clone(), end)),
     ):
         yield

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import call_at_end_of_backward, graph_task
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.joint import JointStep, can_join, only_param
-from torchopt_ext.optim.norm import NormKey, NormPart, norm_key
+from torchopt_ext.optim.norm import NormGroup, NormKey, norm_key
 from torchopt_ext.state.devices import current_stream
 from torchopt_ext.state.local import local_tensor
 
@@ -112,7 +112,7 @@ def make_batches(optimizers: Sequence[Optimizer]) -> list[Batches]:
 
     A batch holds neighbors in the model, from its end, in the usual order of backward.
     """
-    alike: defaultdict[NormPart, list[FusedOptimizer]] = defaultdict(list)
+    alike: defaultdict[NormGroup, list[FusedOptimizer]] = defaultdict(list)
     sizes: dict[Tensor, int] = {}
     for optimizer in filter(can_join, reversed(optimizers)):
         param = only_param(optimizer)

@@ -98,7 +98,7 @@ class DeferredClipping:
             for optimizer in self._optimizers:
                 optimizer.max_grad_norm = None
             return context
-        if new_gradients or not context.is_plain:
+        if new_gradients or not context.is_default:
             return context
         return context._replace(measured=self._measured)
 

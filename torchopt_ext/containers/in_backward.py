@@ -285,7 +285,7 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         norm = self.measures_norm or jointly_decided(self.optimizers, context)
-        if norm or not context.is_plain:  # otherwise each parameter has its own optimizer
+        if norm or not context.is_default:  # otherwise each parameter has its own optimizer
             return super()._step(context, *args, **kwargs)
         for joint in self._joint_steps:
             joint.step_all(lambda optimizer: inner_step(optimizer, context))

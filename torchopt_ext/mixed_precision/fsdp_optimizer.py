@@ -24,7 +24,7 @@ from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
-from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.optim.step import reject
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
@@ -216,7 +216,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
                 skipped = stepper.known("skip")
             if skipped is None and wait:
                 skipped = stepper.control.skip.item()
-                stepper.verdict.check()  # here: the rank that rejects keeps scale and gradients
+                # Here: the rank that rejects keeps scale and gradients.
+                stepper.rejected_steps.check()
         except BaseException:
             self._scaled &= self.has_gradients()
             raise
@@ -225,7 +226,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         self.grad_scaler.update(moved(stepper.control.found_inf, self.loss_scale.device))
         self.zero_grad()
         if skipped is None:
-            stepper.verdict.check()  # about earlier steps
+            stepper.rejected_steps.check()  # about earlier steps
             return None
         if skipped and os.environ.get("RANK", "0") == "0":
             logger.warning("a gradient was not finite: the step was skipped")
@@ -233,7 +234,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
     def _reject_unscaled(self) -> None:
         if not self._scaled and self.has_gradients() and not self.grad_scaler.is_one():
-            reject([self._stepper], StepContext(check_overflow=True), Agreement())
+            reject([self._stepper], StepContext(check_overflow=True), StepProgress())
             raise RuntimeError(
                 f"there are gradients that this optimizer's backward() did not scale, but the loss "
                 f"scale is {self.loss_scale.item():g}, by which step() divides: call "

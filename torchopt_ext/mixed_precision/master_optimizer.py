@@ -16,7 +16,7 @@ from torchopt_ext._arguments import restored_if_raised
 from torchopt_ext.optim import FusedSGD
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import inner_step
-from torchopt_ext.optim.norm import NormPart
+from torchopt_ext.optim.norm import NormGroup
 from torchopt_ext.state.local import as_placed, local_tensor
 from torchopt_ext.state.masters import has_low_bits
 from torchopt_ext.state.params import params_of
@@ -44,7 +44,7 @@ class MasterOptimizer(FusedSGD):
     optim: Optimizer | None = None  # None while the constructor adds the first groups
     _held: Sequence[Tensor] = ()  # the parameters of the optimizer's groups
     _stepped: Sequence[tuple[Any, Any]] = ()  # the plan's parameters, and what is stepped for them
-    _rooms: Mapping[NormPart, tuple[list[int], list[Tensor]]] = {}
+    _rooms: Mapping[NormGroup, tuple[list[int], list[Tensor]]] = {}
     _skipped: float | None = None
 
     def __init__(self, optim: Optimizer) -> None:
@@ -180,7 +180,7 @@ class MasterOptimizer(FusedSGD):
                 found_inf = self.control.found_inf.float()
             else:
                 self._skipped = self.control.skip.item()
-                self.verdict.check()
+                self.rejected_steps.check()
         if self._skipped:
             return
         rounded = [
@@ -201,7 +201,7 @@ class MasterOptimizer(FusedSGD):
 
     def _hand_over(
         self,
-        part: NormPart,
+        part: NormGroup,
         positions: list[int],
         shards: list[Tensor],
         masters: list[Tensor | None],
@@ -232,7 +232,7 @@ class MasterOptimizer(FusedSGD):
         _C.clear_gradients([self._stepped[positions[i]][0] for i in wide])
         return [shards[i] for i in wide], stepped, control
 
-    def _room(self, part: NormPart, positions: list[int], masters: list[Tensor]) -> list[Tensor]:
+    def _room(self, part: NormGroup, positions: list[int], masters: list[Tensor]) -> list[Tensor]:
         """Returns memory for the masters' gradients.
 
         A GPU's allocator caches memory. The host's allocator would get it from the system, page by

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.rejection import StepProgress
 
 
 class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -16,16 +16,16 @@ class StepContext(NamedTuple):  # made in a third of a frozen dataclass's time
     grad_scale: Tensor | None = None  # the loss scale of the gradients; one float32 element
     found_inf: Tensor | None = None  # nonzero skips the step; one float32 element
     check_overflow: bool = False  # a gradient that is not finite skips the step
-    same_flag: bool = False  # every rank that shares the decision has the same found_inf
+    found_inf_agreed: bool = False  # every rank that shares the decision has the same found_inf
     nested: bool = False  # a part of another optimizer's step, which has fired the global hooks
-    agreement: Agreement | None = None  # all ranks of the group agree on the step, norm or not
+    progress: StepProgress | None = None  # all ranks of the group agree on the step, norm or not
     measured: Mapping[torch.device, Tensor] | None = None  # sums of all squares, by device
 
     @property
-    def is_plain(self) -> bool:
+    def is_default(self) -> bool:
         """Whether no scaler or wrapper has set a scale, flag, check or agreement of ranks."""
         scaled = self.grad_scale is not None or self.found_inf is not None or self.check_overflow
-        return not scaled and self.agreement is None
+        return not scaled and self.progress is None
 
 
 ALONE = StepContext()

@@ -15,8 +15,8 @@ from torchopt_ext._torch import run_eagerly
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
-from torchopt_ext.optim.norm import NormPart
-from torchopt_ext.optim.rejection import Verdict
+from torchopt_ext.optim.norm import NormGroup
+from torchopt_ext.optim.rejection import RejectedSteps
 from torchopt_ext.state.devices import is_captured, moved
 from torchopt_ext.state.local import local_tensor
 
@@ -82,7 +82,7 @@ class Controlled:
     def _init_control(self) -> None:
         self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator
-        self.verdict = Verdict()
+        self.rejected_steps = RejectedSteps()
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -335,7 +335,7 @@ class Controlled:
 
     def count_rejected(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         """Counts a step that this rank rejects as other ranks' GPUs do: as one that overflowed."""
-        self.update_control(total, context._replace(found_inf=torch.ones(1), same_flag=True))
+        self.update_control(total, context._replace(found_inf=torch.ones(1), found_inf_agreed=True))
 
     def _scaler_tensors(
         self, context: StepContext, device: torch.device
@@ -349,7 +349,9 @@ class Controlled:
         """
         scale, found_inf = context.grad_scale, context.found_inf
         if found_inf is not None:
-            if self.process_group is not None and not (context.same_flag or context.check_overflow):
+            if self.process_group is not None and not (
+                context.found_inf_agreed or context.check_overflow
+            ):
                 raise RuntimeError(
                     "torch.amp.GradScaler keeps the overflow flag of plain tensors to one rank, so "
                     "ranks of a process_group would decide differently: use torchopt_ext.GradScaler"
@@ -363,7 +365,7 @@ class Controlled:
         return clips or context.check_overflow or self.skips_overflow
 
     @property
-    def parts(self) -> list[NormPart]:
+    def parts(self) -> list[NormGroup]:
         """Device and norm key of each part; keys and order are the same on all ranks."""
         raise NotImplementedError
 

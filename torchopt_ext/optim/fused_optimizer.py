@@ -420,7 +420,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             "_blocks": self._blocks,
             "_device_without_params": self._device_without_params,
             "_norm_measured": self._norm_measured,
-            "verdict": self.verdict,
+            "rejected_steps": self.rejected_steps,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from torchopt_ext.state.local import local_tensor
 
 NormKey: TypeAlias = tuple[Any, ...]
 """The ranks over which squares are summed: equal keys for the same ranks, () for this rank."""
-NormPart: TypeAlias = tuple[torch.device, NormKey]
-"""What parameters have in common whose squares are summed together."""
+NormGroup: TypeAlias = tuple[torch.device, NormKey]
+"""Device and ranks over which squares are summed."""
 FSDP1_HELP = (
     "is flattened by FullyShardedDataParallel, so other ranks have other shards: pass "
     "process_group=, the ranks that hold them, for a common norm and decision to skip (with "
@@ -39,12 +39,12 @@ def norm_key(param: Tensor) -> NormKey:
     return param.device_mesh, split  # type: ignore[attr-defined]
 
 
-def part_of(param: Tensor) -> NormPart:
+def part_of(param: Tensor) -> NormGroup:
     """Returns the device and the norm key of a parameter."""
     return local_tensor(param).device, norm_key(param)
 
 
-def crosses(key: NormKey, group: Any) -> bool:
+def shares_only_this_rank(key: NormKey, group: Any) -> bool:
     """Returns whether a parameter's mesh has only this rank in common with a group, as FSDP's mesh
     has with the group of pipeline stages: the group then adds up the sums of the meshes.
 
@@ -71,7 +71,7 @@ def is_counted_replica(key: NormKey, group: Any) -> bool:
 
     Plain tensors always count: the ranks of the group hold different tensors.
     """
-    if not key or crosses(key, group):
+    if not key or shares_only_this_rank(key, group):
         return True
     mesh, split = key
     coordinate = mesh.get_coordinate() or []

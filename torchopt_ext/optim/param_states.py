@@ -11,7 +11,7 @@ from torchopt_ext import _C
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.gradients import local_gradients
-from torchopt_ext.optim.norm import NormPart, norm_key, part_of
+from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.state.algorithms import STATES, algorithm_of
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
@@ -222,14 +222,14 @@ def _slots(group: Mapping[str, Any], param: Tensor, storage: Storage) -> list[st
     return [*states, storage.master_of(param), *scales]
 
 
-def norm_parts(optimizer: Any) -> dict[NormPart, int]:
+def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
     """Returns the number of each part of a plan: the parameters of one device and norm key.
 
     Ranks that share a norm must find the same parts, although a parameter's gradient and state may
     be on some ranks only. So trainable parameters count without either, and the parts of the plan
     before remain when their parameters are frozen.
     """
-    parts: dict[NormPart, int] = {}
+    parts: dict[NormGroup, int] = {}
     before = optimizer.last_parts
     for param in params_of(optimizer):
         counts = optimizer.state.get(param) or (param.requires_grad and not param.is_meta)
@@ -240,7 +240,7 @@ def norm_parts(optimizer: Any) -> dict[NormPart, int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: StepOptions
-) -> tuple[OptimizerPlan, list[NormPart], list[tuple[str, Tensor]]]:
+) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]]]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are

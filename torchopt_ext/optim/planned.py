@@ -11,7 +11,7 @@ from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import PERSISTENT, Controlled
-from torchopt_ext.optim.norm import FSDP1_HELP, NormPart, is_flattened
+from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
@@ -26,7 +26,7 @@ class _Built(NamedTuple):
     """A plan, and what is known about it. Owns no parameter, which the user may drop."""
 
     plan: OptimizerPlan
-    parts: list[NormPart]
+    parts: list[NormGroup]
     names: list[str]  # of the parameters, or their numbers
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
@@ -50,7 +50,7 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _copies_of_dropped_plans = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
-    last_parts: Sequence[NormPart] = ()  # of the last plan, while there is no plan
+    last_parts: Sequence[NormGroup] = ()  # of the last plan, while there is no plan
     # Weights when their fp32 masters were made or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
 
@@ -155,7 +155,7 @@ class PlannedStep(Controlled, Optimizer):
             self._mark_control()
 
     @property
-    def parts(self) -> list[NormPart]:
+    def parts(self) -> list[NormGroup]:
         """Device and norm key of each part of the plan, also if the plan could not be made."""
         return list(param_states.norm_parts(self)) if self._built is None else self._built.parts
 
@@ -178,7 +178,7 @@ class PlannedStep(Controlled, Optimizer):
             self._expect_all_shards(built)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
         shared = with_norm and reduced
-        if device is None or shared or context.agreement is not None:
+        if device is None or shared or context.progress is not None:
             return False
         self._begin_step(context)
         control, accumulator = self._block(device)

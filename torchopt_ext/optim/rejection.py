@@ -21,7 +21,7 @@ reject, and the counter of infinities adds up their numbers in the default group
 
 
 @dataclass
-class Agreement:
+class StepProgress:
     """How far this rank is in a step that ranks agree on."""
 
     pending: bool = True  # this rank has not yet joined the collective in which ranks agree
@@ -41,22 +41,22 @@ def reject_in(accumulator: Tensor) -> None:
 def agree(
     total: Tensor,
     group: Any,
-    agreement: Agreement,
+    progress: StepProgress,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Sums a step's accumulators, or their flags, over the ranks of a group, which all call it.
 
     ``meanwhile`` is called while the all-reduce is under way.
     """
-    agreement.pending = False
+    progress.pending = False
     # Parameters may be on the CPU (FSDP2's CPUOffloadPolicy) while their ranks use NCCL.
     sent = moved(total, comm_device(group, total.device))
     with collective("agreeing on the step and its gradient norm"):
-        if meanwhile is None and not agreement.in_closure:
+        if meanwhile is None and not progress.in_closure:
             run(torch.distributed.all_reduce, sent, group=group)
         else:
             work = torch.distributed.all_reduce(sent, group=group, async_op=True)
-            if agreement.in_closure and not agreement.accepted:
+            if progress.in_closure and not progress.accepted:
                 return  # the other ranks may never join the collective
             if meanwhile is not None:
                 meanwhile()
@@ -70,8 +70,8 @@ def is_rejected(accumulator: Tensor) -> Tensor:
     return (accumulator[-1] >= _UNIT).float()
 
 
-class Verdict:
-    """The ranks' answers about an optimizer's steps.
+class RejectedSteps:
+    """What is known of steps that ranks rejected.
 
     On the CPU all ranks raise in the rejected step itself. On a GPU no step waits for the answer:
     the GPU skips the step, and the first later step that finds the answer on the host raises. An
@@ -107,7 +107,7 @@ class Verdict:
             _check(self._later.pop(0)[0])
 
     def __reduce__(self) -> Any:
-        return Verdict, ()
+        return RejectedSteps, ()
 
 
 def _check(flags: Tensor) -> None:

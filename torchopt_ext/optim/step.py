@@ -14,9 +14,9 @@ from torchopt_ext._torch import allows_mutation, run_eagerly
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.gradients import show_writes
-from torchopt_ext.optim.norm import NormKey, all_reduce_, crosses, is_counted_replica
+from torchopt_ext.optim.norm import NormKey, all_reduce_, is_counted_replica, shares_only_this_rank
 from torchopt_ext.optim.planned import PlannedStep
-from torchopt_ext.optim.rejection import FLAGS, Agreement, agree, is_rejected, reject_in
+from torchopt_ext.optim.rejection import FLAGS, StepProgress, agree, is_rejected, reject_in
 from torchopt_ext.state.devices import is_captured, moved
 from torchopt_ext.state.params import params_of
 
@@ -40,7 +40,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
             state may have got the state of step 0.
     """
     # No torch context managers here: they take a thirtieth of a step over 2,000 small tensors.
-    agreement = context.agreement
+    progress = context.progress
     _begin_use(optimizers)
     try:
         if is_captured():
@@ -50,17 +50,17 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
             show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
         if not (alone and optimizers[0].local_step(context)):
-            agreement = agreement or Agreement()
-            _step_together(optimizers, context, agreement)
-            agreement.accepted = True
+            progress = progress or StepProgress()
+            _step_together(optimizers, context, progress)
+            progress.accepted = True
     except Exception:
-        reject(optimizers, context, agreement or Agreement())
+        reject(optimizers, context, progress or StepProgress())
         raise
     finally:
         _end_use(optimizers)
-    if context.agreement is None:
+    if context.progress is None:
         # Only now: the rank that rejected an earlier step takes part in this one.
-        optimizers[0].verdict.check()
+        optimizers[0].rejected_steps.check()
 
 
 def reject_tracing() -> None:
@@ -111,7 +111,7 @@ def _end_use(optimizers: Sequence[PlannedStep]) -> None:
 
 @torch.no_grad()
 def _step_together(
-    optimizers: Sequence[PlannedStep], context: StepContext, agreement: Agreement
+    optimizers: Sequence[PlannedStep], context: StepContext, progress: StepProgress
 ) -> None:
     first = optimizers[0]
     settings = [(o.max_grad_norm, o.skip_nonfinite, o.process_group) for o in optimizers]
@@ -127,8 +127,8 @@ def _step_together(
         first.check_scaler(context)
         total = dict(context.measured or {})
         measured = bool(total) or first.wants_norm(context)
-        if not total and (measured or context.agreement is not None):
-            total = accumulated_norm(optimizers, context, agreement, measured=measured)
+        if not total and (measured or context.progress is not None):
+            total = accumulated_norm(optimizers, context, progress, measured=measured)
             if context.check_overflow:
                 context = context._replace(found_inf=None)  # counted with the squares
         if total:
@@ -153,17 +153,17 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     Raises:
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm.
     """
-    agreement = Agreement()
-    context = StepContext(agreement=agreement)  # the ranks wait for each other even without a norm
+    progress = StepProgress()
+    context = StepContext(progress=progress)  # the ranks wait for each other even without a norm
     _begin_use(optimizers)
     built = []
     try:
         reject_tracing()
         for optimizer in optimizers:
             built.append(optimizer.collect())
-        return accumulated_norm(optimizers, context, agreement)
+        return accumulated_norm(optimizers, context, progress)
     except Exception:
-        reject(optimizers, context, agreement)
+        reject(optimizers, context, progress)
         raise
     finally:
         for plan, *_ in built:
@@ -174,39 +174,39 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
 def _unless_rejected(
     optimizers: Sequence[Controlled], total: dict[torch.device, Tensor], context: StepContext
 ) -> StepContext:
-    """Lets a GPU skip a step that another rank rejects; on the CPU :class:`Verdict` has raised."""
-    if _knows_verdict(optimizers, total):
+    """Lets a GPU skip a step that another rank rejects. On the CPU the step has raised already."""
+    if _knows_rejections(optimizers, total):
         return context
     skip = is_rejected(next(iter(total.values())))
     if context.found_inf is not None:
         skip += moved(context.found_inf, skip.device).reshape(())
-    return context._replace(found_inf=skip, same_flag=True)
+    return context._replace(found_inf=skip, found_inf_agreed=True)
 
 
 @torch.no_grad()
-def reject(optimizers: Sequence[Controlled], context: StepContext, agreement: Agreement) -> None:
+def reject(optimizers: Sequence[Controlled], context: StepContext, progress: StepProgress) -> None:
     """Tells the ranks that wait in this step's norm that this rank rejects the step."""
     if context.measured is not None:
         return  # the ranks exchanged the norm before the step, so none waits
-    if agreement.pending and (context.agreement is not None or optimizers[0].wants_norm(context)):
+    if progress.pending and (context.progress is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
-            total = accumulated_norm(optimizers, context, agreement, rejects=True)
-            if not _knows_verdict(optimizers, total):
+            total = accumulated_norm(optimizers, context, progress, rejects=True)
+            if not _knows_rejections(optimizers, total):
                 for optimizer in optimizers:
                     optimizer.count_rejected(total, context)
 
 
-def _knows_verdict(optimizers: Sequence[Controlled], total: dict[torch.device, Tensor]) -> bool:
+def _knows_rejections(optimizers: Sequence[Controlled], total: dict[torch.device, Tensor]) -> bool:
     """Returns whether no other rank takes part in a step, or a rejection has raised already."""
     first = optimizers[0]
     alone = first.process_group is None and not any(key for o in optimizers for _, key in o.parts)
-    return alone or first.verdict.is_known(next(iter(total.values())))
+    return alone or first.rejected_steps.is_known(next(iter(total.values())))
 
 
 def accumulated_norm(
     optimizers: Sequence[Controlled],
     context: StepContext,
-    agreement: Agreement,
+    progress: StepProgress,
     *,
     measured: bool = True,
     rejects: bool = False,
@@ -248,7 +248,7 @@ def accumulated_norm(
     if rejects:
         reject_in(total)
     # Leaves out meshes of one rank: their squares count once in either order.
-    crossing = [crosses(key, group) for key in sums if key and key[0].size() > 1]
+    crossing = [shares_only_this_rank(key, group) for key in sums if key and key[0].size() > 1]
     if group is not None and any(crossing) and not all(crossing):
         raise ValueError(
             "some parameters' meshes lie within process_group and some cross it, so that no order "
@@ -257,15 +257,15 @@ def accumulated_norm(
     over_meshes = group is None or any(crossing)
     if over_meshes and not rejects:  # before other ranks get anything: a warning may be an error
         _warn_of_different_norms(sums)
-    agreement.pending = False
+    progress.pending = False
     if over_meshes:
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
         total += subtotal
     if group is not None:
-        agree(total, group, agreement)
+        agree(total, group, progress)
     if not rejects and (group is not None or any(sums)):
-        optimizers[0].verdict.note(total)
+        optimizers[0].rejected_steps.note(total)
     return {device: moved(total, device) for device in devices}
 
 

@@ -18,7 +18,7 @@ from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm import squares_of
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.rejection import Agreement, Verdict, agree, reject_in
+from torchopt_ext.optim.rejection import RejectedSteps, StepProgress, agree, reject_in
 from torchopt_ext.state.collective import fail_together, waits_at_most
 from torchopt_ext.state.masters import refresh_stale_elements
 from torchopt_ext.state.params import named_params, params_of
@@ -48,7 +48,7 @@ class LocalOptimizer:
         self.constructor, self.arguments = constructor, arguments
         self.device: torch.device = params_of(self.params)[0].device
         self.optimizer: Any = None  # until build()
-        self._verdict = Verdict()
+        self._verdict = RejectedSteps()
 
     @property
     def parts(self) -> list[Part]:
@@ -75,8 +75,8 @@ class LocalOptimizer:
         raise AttributeError(f"the local optimizer is {kind}, expected a FusedOptimizer")
 
     @property
-    def verdict(self) -> Verdict:
-        return self.fused.verdict if self.is_fused else self._verdict
+    def rejected_steps(self) -> RejectedSteps:
+        return self.fused.rejected_steps if self.is_fused else self._verdict
 
     def build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
@@ -158,7 +158,7 @@ class LocalOptimizer:
 
     def step(
         self,
-        agreement: Agreement,
+        progress: StepProgress,
         context: StepContext,
         take_gradients: Callable[[StepContext], StepContext],
         kwargs: dict[str, Any],
@@ -170,23 +170,23 @@ class LocalOptimizer:
         """
         closure, shared = kwargs.get("closure"), self.ranks.size > 1
         if shared:
-            context = context._replace(agreement=agreement)
+            context = context._replace(progress=progress)
 
         def prepare() -> Any:
             nonlocal context
             loss = None
             if callable(closure):
-                agreement.in_closure = True
+                progress.in_closure = True
                 loss = closure()
-                agreement.in_closure = False
-            agreement.took_gradients = True
+                progress.in_closure = False
+            progress.took_gradients = True
             context = take_gradients(context)
             self._take_written_weights()
-            if shared and not self.is_fused and agreement.pending:
+            if shared and not self.is_fused and progress.pending:
                 # Once: LBFGS calls a closure more often on some ranks.
                 if kwargs.keys() - {"closure"}:
                     inspect.signature(self.optimizer.step).bind(**kwargs)
-                self.agree(agreement)
+                self.agree(progress)
             return loss
 
         self.take_settings()
@@ -195,15 +195,17 @@ class LocalOptimizer:
         else:
             prepare()
         if not self.partition.gradients_are_sharded:
-            context = context._replace(same_flag=True)  # a scaler has checked the same gradients
+            context = context._replace(
+                found_inf_agreed=True
+            )  # a scaler has checked the same gradients
         result = inner_step(self.optimizer, context, **kwargs)
         if shared:
             # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for
             # the norm, not for the update, before it sends updates, which a rejecting rank would
             # not join.
             if self.is_fused:
-                agreement.accepted = False  # until the answer is known
-            self.verdict.check(waits=True)
+                progress.accepted = False  # until the answer is known
+            self.rejected_steps.check(waits=True)
         self.partition.finish_step()
         copy_settings(self.optimizer.param_groups, self.params.param_groups)
         return result
@@ -214,35 +216,35 @@ class LocalOptimizer:
         for tensor in self.partition.written():
             refresh_stale_elements(tensor, self.optimizer.state.get(tensor, {}))
 
-    def send_updates(self, agreement: Agreement) -> None:
+    def send_updates(self, progress: StepProgress) -> None:
         """Sends the parts to the other ranks, unless one of them has failed in the step."""
         if self.ranks.size == 1 or self.is_fused:
             self.partition.send_updates()
         else:
-            self.agree(agreement, meanwhile=self.partition.send_updates)
+            self.agree(progress, meanwhile=self.partition.send_updates)
 
     def clip(self, max_norm: float, check: Callable[[], None]) -> Tensor:
         """Clips by the norm over all ranks, and returns it. All raise if ``check`` does."""
-        agreement = Agreement()
+        progress = StepProgress()
         try:
             check()
-            agreement.took_gradients = True
+            progress.took_gradients = True
             self.partition.take_gradients()
             mine = list(chain(*self.partition.mine))
             grads = [param.grad for param in mine if param.grad is not None]
             total = squares_of(grads, self.device)
         except Exception:
-            self.reject(agreement, ops.new_accumulator(self.device))
+            self.reject(progress, ops.new_accumulator(self.device))
             raise
         if self.ranks.size > 1:
-            self.agree(agreement, total)
+            self.agree(progress, total)
         norm = ops.accumulator_total(total).sqrt()
         torch.nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
         return norm
 
     def agree(
         self,
-        agreement: Agreement,
+        progress: StepProgress,
         total: Tensor | None = None,
         *,
         rejects: bool = False,
@@ -257,31 +259,33 @@ class LocalOptimizer:
             total = torch.zeros(2, dtype=torch.int64, device=self.device)
         if rejects:
             reject_in(total)
-        agree(total, self.ranks.group, agreement, meanwhile)
+        agree(total, self.ranks.group, progress, meanwhile)
         if not rejects:
-            self.verdict.note(total, waits=True)  # torch's classes cannot skip a step on the device
-            agreement.accepted = True
+            self.rejected_steps.note(
+                total, waits=True
+            )  # torch's classes cannot skip a step on the device
+            progress.accepted = True
 
-    def reject(self, agreement: Agreement, total: Tensor | None = None) -> None:
+    def reject(self, progress: StepProgress, total: Tensor | None = None) -> None:
         """Tells waiting ranks that this rank rejects; ``total`` if they wait in :meth:`clip`."""
         sharded = self.partition.gradients_are_sharded
-        if self.ranks.size == 1 or (agreement.in_closure and sharded):
+        if self.ranks.size == 1 or (progress.in_closure and sharded):
             return  # in a closure, the other ranks wait in the reductions of gradients
         with suppress(Exception), waits_at_most(self.ranks.timeout):
-            if agreement.pending:
-                if sharded and not agreement.took_gradients:
+            if progress.pending:
+                if sharded and not progress.took_gradients:
                     with suppress(Exception):
                         self.partition.take_gradients()
                 if self.is_fused and total is None:
-                    step.reject([self.fused], StepContext(agreement=agreement), agreement)
+                    step.reject([self.fused], StepContext(progress=progress), progress)
                 else:
-                    self.agree(agreement, total, rejects=True)
-            elif agreement.accepted and self.is_fused:  # a hook failed after the step
-                self.verdict.check(waits=True)
+                    self.agree(progress, total, rejects=True)
+            elif progress.accepted and self.is_fused:  # a hook failed after the step
+                self.rejected_steps.check(waits=True)
                 self.partition.finish_step()
                 self.partition.send_updates()
-            elif agreement.accepted:  # the step failed midway: the other ranks return parameters
-                self.agree(agreement, rejects=True, meanwhile=self.partition.send_updates)
+            elif progress.accepted:  # the step failed midway: the other ranks return parameters
+                self.agree(progress, rejects=True, meanwhile=self.partition.send_updates)
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None) -> None:
         """Sets this rank's masters from the parameters, or both from the given weights."""

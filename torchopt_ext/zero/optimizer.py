@@ -20,7 +20,7 @@ from torchopt_ext import _C
 from torchopt_ext._arguments import having_defaults, restored_if_raised
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
-from torchopt_ext.optim.rejection import Agreement
+from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
 from torchopt_ext.state.entries import BY_INDEX
 from torchopt_ext.state.params import params_of
@@ -246,15 +246,15 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             Join.notify_join_context(self)  # raises on all ranks, if the context is to end early
         if closure is not None:
             kwargs["closure"] = closure
-        agreement = Agreement()
+        progress = StepProgress()
         try:
             self._consolidated = None
             self._rebuild_if_frozen_changed()
-            result = self.local.step(agreement, self._context, self._take_gradients, kwargs)
+            result = self.local.step(progress, self._context, self._take_gradients, kwargs)
         except Exception:
-            self.local.reject(agreement)
+            self.local.reject(progress)
             raise
-        self.local.send_updates(agreement)
+        self.local.send_updates(progress)
         self._has_state = True
         return result
 
@@ -268,7 +268,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             except Exception:
                 if not zero._overlap_with_ddp:  # with overlap, step() does nothing
                     in_closure = len(args) > 1 or "closure" in kwargs
-                    zero.local.reject(Agreement(in_closure=in_closure))
+                    zero.local.reject(StepProgress(in_closure=in_closure))
                 raise
 
         return super().register_step_pre_hook(rejecting)
