@@ -100,8 +100,8 @@ def prepare_load(
                 for name, key in keys.items()
                 if key in state_dict
             }
-            torchs = f"param_groups.{fqn}.algorithm" not in state_dict
-            if "momentum" in group and "step" in state and torchs:  # torch.optim.SGD counts none
+            is_torchs = f"param_groups.{fqn}.algorithm" not in state_dict
+            if group.get("algorithm") == "sgd" and "step" in state and is_torchs:  # SGD counts none
                 entry.setdefault("step", torch.full((), float("momentum_buffer" in entry)))
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)
