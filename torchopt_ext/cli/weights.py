@@ -101,13 +101,14 @@ def keys_of(names: Sequence[str], keys: Iterable[str], part: str) -> list[str]:
     plain = [unwrapped(name) for name in names]
     if all(name.startswith("module.") for name in plain):  # DistributedDataParallel's prefix
         plain = [name.removeprefix("module.") for name in plain]
+    expected = {*plain}
     key_of = {unwrapped(key): key for key in keys}
     by_prefix: defaultdict[str, set[str]] = defaultdict(set)  # names by such as "model."
     for key in key_of:
         for start in [0, *(n + 1 for n, letter in enumerate(key) if letter == ".")]:
-            if key[start:] in plain:
+            if key[start:] in expected:
                 by_prefix[key[:start]].add(key[start:])
-    whole = [prefix for prefix, names_there in by_prefix.items() if names_there == {*plain}]
+    whole = [prefix for prefix, names_there in by_prefix.items() if names_there == expected]
     if not whole:
         most = max(by_prefix.values(), key=len, default=set())
         name = next(name for name in plain if name not in most)
