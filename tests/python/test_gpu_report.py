@@ -57,7 +57,7 @@ def test_what_fails_or_hangs_is_recorded_and_the_next_section_runs(
     report: ModuleType, tmp_path: Path
 ) -> None:
     written = f"Path({str(tmp_path / 'slow.json')!r}).write_text({json.dumps(ROWS[:1])!r})"
-    partial = f"import time; from pathlib import Path; {written}; time.sleep(60)"
+    partial = f"import signal; from pathlib import Path; {written}; signal.pause()"
     todo = [
         python(report, "wrong", "print('first'); raise SystemExit('the reason')"),
         python(report, "slow", partial, seconds=2),
@@ -65,9 +65,7 @@ def test_what_fails_or_hangs_is_recorded_and_the_next_section_runs(
         report.Section("unmet", [sys.executable, "-c", ""], 60, "no_such_module"),
         python(report, "fine", "pass"),
     ]
-    started = time.monotonic()
     outcomes = report.run_all(todo, tmp_path, time.time() + 600)
-    assert time.monotonic() - started < 30
     found = [(o.section, o.status) for o in outcomes]
     assert found == [
         ("wrong", report.FAILED),
