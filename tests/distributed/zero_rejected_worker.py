@@ -40,7 +40,7 @@ from zero_common import (
 
 from tests.support.compare import assert_same, unchanged
 from tests.support.problems import params_of, set_gradients, train
-from tests.support.ranks import run_cases
+from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer, hook_with_zero_step
@@ -312,6 +312,29 @@ def hooks_that_do_not_fit() -> None:
         zero._init_zero_for_overlap()
 
 
+def options_of_whole_steps(name: str) -> None:
+    """Options that need all gradients raise on all ranks, also once backward has built the step."""
+    ddp = DDP(layers(2), bucket_cap_mb=0.01)
+    zero = zero_over(ddp.parameters(), overlap_with_ddp=True)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    for _ in range(3):
+        ddp(torch.ones(2, 70)).sum().backward()
+    assert gathered(bool(zero.state)) == [True, True]
+    for of_zero in ("max_grad_norm", "skip_nonfinite", "control"):
+        for access in (partial(getattr, zero, of_zero), partial(setattr, zero, of_zero, 1.0)):
+            with raises(AttributeError, f"overlap_with_ddp=True has no {of_zero}"):
+                access()
+    if name == "has_schedule":
+        zero.optim.set_schedule(warmup_steps=1, stable_steps=1, decay_steps=1)
+    elif name == "has_loss_scale":
+        zero.optim.set_loss_scale()
+    else:
+        setattr(zero.optim, name, 1.0)
+    loss = ddp(torch.ones(2, 70)).sum()
+    with unchanged(*ddp.parameters()), raises(RuntimeError, "bucket by bucket", name):
+        loss.backward()
+
+
 def without_a_group() -> None:
     """Uses an optimizer after its group was destroyed, and builds one on a rank outside."""
     group, first = dist.new_group(), dist.new_group([0])
@@ -395,6 +418,8 @@ def cases() -> Cases:
                 case = partial(load_by_torchs_function, kind, **options)
                 table[f"torch's function, {kind}, {name}"] = case
     table |= {f"other {how}": partial(other_parameters, how, m) for how, m in ODDITIES.items()}
+    for name in ("max_grad_norm", "skip_nonfinite", "has_schedule", "has_loss_scale"):
+        table[f"overlap, then {name}"] = partial(options_of_whole_steps, name)
     for name, options in PARTITIONS.items():
         table[f"groups, {name}"] = partial(groups_that_do_not_fit, **options)
     return table

@@ -95,6 +95,7 @@ that reductions and parameter broadcasts overlap with the rest of the backward p
 
 def _step_bucket(zero: ZeroRedundancyOptimizer, bucket: GradBucket, future: Future) -> list[Any]:
     """Waits for a bucket's gradients, updates this rank's part, and starts sending all parts."""
+    zero.local.check_in_backward()  # on every rank, before any waits for a bucket's owner
     index, info = bucket.index(), zero._overlap_info
     with collective(f"reducing the gradients of bucket {index}"):
         result: Any = future.wait()

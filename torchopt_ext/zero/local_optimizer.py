@@ -143,8 +143,18 @@ class LocalOptimizer:
             group.clear()
             group.update(local | whole)
 
+    def check_in_backward(self) -> None:
+        """Raises RuntimeError if the optimizer has got an option that needs all gradients."""
+        options = ("max_grad_norm", "skip_nonfinite", "has_loss_scale", "has_schedule")
+        if wrong := [name for name in options if self.is_fused and getattr(self.fused, name)]:
+            raise RuntimeError(
+                f"overlap_with_ddp=True steps bucket by bucket, without norms, skipped steps, loss "
+                f"scale and schedule of the optimizer; it has got {', '.join(wrong)}"
+            )
+
     def step_bucket(self, gradients: Sequence[Tensor | None]) -> Any:
         """Steps by some gradients, for a hook of DDP; ``grad`` of the parameters stays as it is."""
+        self.check_in_backward()
         self.take_settings()
         params = self.partition.mine[0]
         before = [param.grad for param in params]

@@ -36,7 +36,13 @@ from torchopt_ext.zero.local_optimizer import (
     settings_in_backward,
     unwrap_partial,
 )
-from torchopt_ext.zero.overlap import OverlapInfo, OverlapStatus, assign_buckets, lay
+from torchopt_ext.zero.overlap import (
+    OverlapInfo,
+    OverlapStatus,
+    assign_buckets,
+    lay,
+    of_whole_steps,
+)
 from torchopt_ext.zero.parameters import (
     Parameters,
     check_choices,
@@ -396,11 +402,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
 
     gradients_are_sharded = forwarded("partition", "gradients_are_sharded")
     """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
-    control = forwarded("local.fused", "control")
+    control = of_whole_steps("control")
     """The control block of the local FusedOptimizer. Its decision is the same on all ranks."""
-    max_grad_norm = forwarded("local.fused", "max_grad_norm")
+    max_grad_norm = of_whole_steps("max_grad_norm")
     """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
-    skip_nonfinite = forwarded("local.fused", "skip_nonfinite")
+    skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
 
     @bounded

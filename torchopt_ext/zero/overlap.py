@@ -41,6 +41,25 @@ def assign_buckets(info: Any, ranks: Ranks) -> list[dict[int, Any]]:
     return assigned
 
 
+def of_whole_steps(name: str) -> Any:
+    """Returns a property: the local FusedOptimizer's ``name``, for steps by all gradients at once.
+
+    With ``overlap_with_ddp`` it raises AttributeError.
+    """
+
+    def fused(zero: Any) -> Any:
+        if zero.steps_in_backward:
+            raise AttributeError(
+                f"overlap_with_ddp=True has no {name}: it steps in backward, bucket by bucket"
+            )
+        return zero.local.fused
+
+    return property(
+        lambda zero: getattr(fused(zero), name),
+        lambda zero, value: setattr(fused(zero), name, value),
+    )
+
+
 @torch.no_grad()
 def lay(assignments: Sequence[Any], params: Parameters) -> None:
     """Makes the parameters of each assignment views of the tensor that is sent, unless they are.
