@@ -321,20 +321,34 @@ def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any,
     return optimizer_class, defaults
 
 
-def plain_class(optimizer_class: Any, overlap_with_ddp: bool) -> Any:
-    """Returns the class of the local optimizer: of a functional optimizer, its counterpart.
+def plain_class(
+    optimizer_class: Any, defaults: dict[str, Any], overlap_with_ddp: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the class of the local optimizer and its arguments.
+
+    With overlap a class of torch.optim has the defaults of its functional counterpart.
 
     Raises:
         ValueError: the class is functional but there is no overlap, or with overlap it may need all
             gradients at once.
     """
-    counterparts = {functional: plain for plain, functional in functional_optim_map.items()}
-    if not overlap_with_ddp and optimizer_class in counterparts:
+    if not overlap_with_ddp and optimizer_class in functional_optim_map.values():
         raise ValueError(f"{optimizer_class} is a functional optimizer: overlap_with_ddp=True only")
-    plain = counterparts.get(optimizer_class, optimizer_class)
-    if overlap_with_ddp and not is_fused(plain) and plain not in functional_optim_map:
-        raise ValueError(f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart")
-    return plain
+    if not overlap_with_ddp or is_fused(optimizer_class):
+        return optimizer_class, defaults
+    for plain, functional in functional_optim_map.items():
+        # Other pairs may differ in what their steps compute.
+        is_torchs = plain.__module__.startswith("torch.optim.")
+        is_torchs &= functional.__module__.startswith("torch.distributed.optim.")
+        if is_torchs and optimizer_class in (plain, functional):
+            names = inspect.signature(plain).parameters.keys() - {"params"}
+            signature = inspect.signature(functional).parameters
+            missing = {name: p.default for name, p in signature.items() if name in names}
+            return plain, missing | defaults
+    raise ValueError(
+        f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart in torch; "
+        f"expected a FusedOptimizer, or a class of torch.optim that has one, or this counterpart"
+    )
 
 
 def settings_in_backward(optimizer_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         }  # fmt: skip
         with waits_at_most(timeout):
             with fail_together(self.process_group):
-                constructor, settings = plain_class(optimizer_class, overlap_with_ddp), {}
+                settings = {}
+                constructor, defaults = plain_class(optimizer_class, defaults, overlap_with_ddp)
                 if overlap_with_ddp:  # the local optimizer is built in backward
                     settings = settings_in_backward(constructor, defaults)
                 # The local optimizer adds its defaults to the groups, in its arguments' order.

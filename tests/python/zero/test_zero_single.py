@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -160,6 +161,46 @@ def test_arguments_are_checked(
 def test_steps_in_backward_hold_plain_state_only(kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"have no norms.*{next(iter(options))}"):
         ZeroRedundancyOptimizer(make_params(SHAPES), kind, **OVERLAP, **options)
+
+
+@pytest.mark.parametrize("plain", functional_optim_map)
+def test_steps_in_backward_have_the_functional_defaults(plain: Any) -> None:
+    params = make_params(SHAPES)
+    functional = functional_optim_map[plain]
+    expected = functional(params).defaults
+    for cls in (plain, functional):
+        group = ZeroRedundancyOptimizer(params, cls, **OVERLAP).param_groups[0]
+        assert {key: group.get(key, value) for key, value in expected.items()} == expected
+        zero = ZeroRedundancyOptimizer(params, cls, **OVERLAP, lr=0.25)
+        assert zero.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "pair", [(Unknown, FUNCTIONAL), (torch.optim.ASGD, Unknown), (Unknown, FusedAdamW)]
+)
+def test_pairs_that_users_register_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Any, Any]
+) -> None:
+    monkeypatch.setitem(functional_optim_map, *pair)
+    with pytest.raises(ValueError, match=f"{pair[0].__name__}.* expected a FusedOptimizer, or"):
+        ZeroRedundancyOptimizer(make_params(SHAPES), pair[0], **OVERLAP)
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """A function with settings that makes an optimizer."""
+
+    lr: float
+
+    def __call__(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=self.lr)
+
+
+def test_an_unhashable_function_makes_the_optimizer() -> None:
+    zero = ZeroRedundancyOptimizer(make_params(SHAPES), Unhashable(0.5))
+    assert zero.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="no functional counterpart"):
+        ZeroRedundancyOptimizer(make_params(SHAPES), Unhashable(0.5), **OVERLAP)
 
 
 @pytest.mark.parametrize("kind", [FUNCTIONAL, torch.optim.AdamW, FusedAdam, FusedAdamW])
