@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from zero_common import Traffic, raises
+from zero_common import PARTITIONS, Traffic, parameters, raises, whole_state, zero_over
 
 from tests.support.compare import assert_same
+from tests.support.problems import train
 from tests.support.ranks import run_cases
 from torchopt_ext.state import collective
 from torchopt_ext.zero import exchange
@@ -51,13 +52,13 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 def whole(index: int, name: Any, value: Any) -> Entry:
     """Returns an entry that one rank has, of a parameter without elements."""
     param = torch.empty(0)
-    return index, name, Part(param, 0, 0, param), value
+    return index, name, Part(param, 0, 0, param, param), value
 
 
 def part(index: int, tensor: Tensor, begin: int, end: int) -> Entry:
     """Returns the entry of a part of a parameter's state."""
     own = in_memory_order(tensor, tensor)[begin:end]
-    return index, "exp_avg", Part(tensor, begin, end, own), own
+    return index, "exp_avg", Part(tensor, begin, end, own, tensor), own
 
 
 @contextmanager
@@ -299,6 +300,37 @@ def without_copies() -> None:
     assert all(piece.nbytes <= PIECE for piece in pieces)
 
 
+REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "freed": lambda weight: weight.new_empty(0),
+    "dtype": lambda weight: weight.bfloat16(),
+    "copied": lambda weight: weight.clone(),
+    "layout": lambda weight: weight.transpose(0, -1).contiguous().transpose(0, -1),
+    "tied": lambda weight: torch.ones(()).expand(weight.shape),
+}
+
+
+def read_state(replace: Callable[[Tensor], Tensor]) -> None:
+    """State is read as it was after the step, and weights whose memory was replaced stay there."""
+    params = parameters()
+    zero = zero_over(params, **PARTITIONS["balanced"])
+    train(zero, range(2))
+
+    def of_rank() -> Any:
+        state = zero.state_dict()["state"]
+        flat = {(index, name): v for index, entry in state.items() for name, v in entry.items()}
+        return {key: (v.shape, v.chunks, v.shards) for key, v in flat.items() if v.dim()}
+
+    before, expected = of_rank(), whole_state(zero)
+    zero._consolidated = None
+    weights = [replace(param.detach()) for param in params]
+    for param, weight in zip(params, weights, strict=True):
+        param.data = weight
+    assert_same(of_rank(), before)
+    assert_same(whole_state(zero), expected)
+    for param, weight in zip(params, weights, strict=True):
+        assert param.data_ptr() == weight.data_ptr() and param.stride() == weight.stride()
+
+
 def cases() -> dict[str, Callable[[], None]]:
     exchange.MAX_PACKED_BYTES = PIECE
     table: dict[str, Callable[[], None]] = {
@@ -323,6 +355,7 @@ def cases() -> dict[str, Callable[[], None]]:
     }
     for to in (0, LAST):
         table |= {f"whole to {to}": partial(whole_values, to), f"parts to {to}": partial(parts, to)}
+    table |= {f"read, {name}": partial(read_state, replace) for name, replace in REPLACED.items()}
     for name, wrong in WRONG_PARTS.items():
         table[f"wrong: {name}"] = partial(wrong_parts, *wrong)
     return table

@@ -113,6 +113,7 @@ class BalancedBuckets:
     def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Tensor]:
         """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""
         lo, hi = bucket.range_of(self.ranks.rank)
+        layout = torch.empty_like(bucket.places[param], device="meta")
         runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
         if not param.numel() and self.ranks.rank == 0:
             runs = iter([(0, 0, None)])
@@ -124,7 +125,8 @@ class BalancedBuckets:
                 tensor = bucket.flat[start + begin : start + end].view(shape)
                 if not param.is_contiguous():
                     keep_float_moments(tensor)
-            part = Part(param, begin, end, tensor.requires_grad_(param.requires_grad))
+            tensor.requires_grad_(param.requires_grad)
+            part = Part(param, begin, end, tensor, layout)
             tensors.append(tensor)
             bucket.parts.append(part)
             self._part_of[tensor] = part

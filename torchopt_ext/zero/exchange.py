@@ -171,7 +171,7 @@ def _described(entries: Sequence[tuple[int, Any, Part, Any]]) -> tuple[str, list
         layouts = [(t.dtype, t.shape, torch.empty_like(t, device="meta").stride()) for t in held]
         kind, span = "all of it", None
         if is_part:
-            like = view_in(torch.empty(part.param.numel(), device="meta"), 0, part.param)
+            like = view_in(torch.empty(part.like.numel(), device="meta"), 0, part.like)
             kind = f"a part of it, of {value.dtype} and shape {tuple(like.shape)}"
             span = [end * value.dtype.itemsize for end in (part.begin, part.end)]
             layouts = [(value.dtype, like.shape, like.stride())]

@@ -59,7 +59,6 @@ class LocalOptimizer:
         """
         if not self.partition.mine:
             raise RuntimeError("overlap_with_ddp=True: not fully initialized before the first step")
-        self.partition.follow_memory()  # parts are elements in the order in which they lie there
         return [self.partition.part_of(param) for param in chain(*self.partition.mine)]
 
     @property
@@ -301,6 +300,7 @@ class LocalOptimizer:
         """Sets this rank's masters from the parameters, or both from the given weights."""
         optimizer = self.fused
         with fail_together(self.ranks.group):
+            self.partition.follow_memory()
             named = named_params(self.params)
             pairs = [] if from_ is None else read_weights(from_, named, optimizer.keeps_master)
         if from_ is None:

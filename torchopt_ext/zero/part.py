@@ -18,6 +18,8 @@ class Part:
     begin: int
     end: int
     tensor: Tensor  # that the local optimizer steps; ``param`` where parameters stay whole
+    # Has the shape, dtype and layout for which the elements count, whatever ``param.data`` is now.
+    like: Tensor
 
     def divides(self, value: Any) -> bool:
         """Returns whether a state entry is a part, with one value for each element, of a whole."""
@@ -29,29 +31,29 @@ class Part:
 
         Parts of a balanced partition begin and end at rows or blocks, so they hold whole groups.
         """
-        if name not in SCALES or not can_quantize(self.param):
+        if name not in SCALES or not can_quantize(self.like):
             return self
-        begin, end = (groups_before(self.param, element) for element in (self.begin, self.end))
-        param, tensor = (
+        begin, end = (groups_before(self.like, element) for element in (self.begin, self.end))
+        whole, tensor = (
             torch.empty(scale_shape(like), dtype=torch.float32, device="meta")
-            for like in (self.param, self.tensor)
+            for like in (self.like, self.tensor)
         )
-        return Part(param, begin, end, tensor)
+        return Part(whole, begin, end, tensor, whole)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Cuts this part out of a tensor of the parameter's shape. The result is mostly a view."""
         if self.is_whole:
             return whole
-        return in_memory_order(whole, self.param)[self.begin : self.end].view(self.tensor.shape)
+        return in_memory_order(whole, self.like)[self.begin : self.end].view(self.tensor.shape)
 
     def of(self, value: Any) -> Any:
         """Cuts this part out of a parameter's state entry. Returns other shapes unchanged."""
-        whole = isinstance(value, Tensor) and value.shape == self.param.shape and value.dim() > 0
+        whole = isinstance(value, Tensor) and value.shape == self.like.shape and value.dim() > 0
         return self.cut(value) if whole and not self.is_whole else value
 
     @property
     def is_whole(self) -> bool:
-        return self.tensor.shape == self.param.shape and self.end - self.begin == self.param.numel()
+        return self.tensor.shape == self.like.shape and self.end - self.begin == self.like.numel()
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -108,6 +108,7 @@ def _decoded(slot: Slot) -> Slot:
 def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
     """Returns what an unsharded state dict has for this rank's parts; ValueError if it is wrong."""
     parts, optimizer = local.parts, local.optimizer
+    local.partition.follow_memory()  # missing masters begin as the parameters' values
     loaded = read_indexed(state_dict, local.params.param_groups)
     if local.is_fused:
         loaded.slots = [*map(dequantized, loaded.slots)]
@@ -201,8 +202,8 @@ def buffers(local: LocalOptimizer, ids: list[str]) -> dcp.Buffers:
             return torch.empty(like.shape, dtype=like.dtype)
         pieces = [part.of_entry(path[-1]) for part in parts[param]]
         # Codes that the parameter cannot hold are read whole, to be decoded.
-        whole = path[-1] in CODES and not can_quantize(param)
-        if whole or like.shape != pieces[0].param.shape:
+        whole = path[-1] in CODES and not can_quantize(pieces[0].like)
+        if whole or like.shape != pieces[0].like.shape:
             return torch.empty(like.shape, dtype=like.dtype)
         return joined(
             [(p, torch.empty_like(p.tensor, dtype=like.dtype, device=param.device)) for p in pieces]

@@ -57,16 +57,16 @@ class StateShard(Tensor):
     @classmethod
     def of(cls, pieces: Sequence[tuple[Part, Tensor]], elsewhere: bool = False) -> StateShard:
         """Makes a shard of a parameter's parts from the values of one of their state entries."""
-        shards, chunks, shape = [], [], pieces[0][0].param.shape
+        shards, chunks, shape = [], [], pieces[0][0].like.shape
         for part, value in pieces:
             if part.is_whole:  # the entry is whole as well, whatever its shape
                 shape = value.shape
                 shards, chunks = [value], [_chunk([0] * value.dim(), shape)]
                 continue
             flat, first = in_memory_order(value, part.tensor), 0
-            order = memory_order(part.param)
+            order = memory_order(part.like)
             position = [order.index(d) for d in range(len(order))]  # of each dimension in memory
-            for offsets, sizes in boxes(part.begin, part.end, [part.param.shape[d] for d in order]):
+            for offsets, sizes in boxes(part.begin, part.end, [part.like.shape[d] for d in order]):
                 count = math.prod(sizes)
                 shards.append(flat[first : first + count].view(sizes).permute(position))
                 chunks.append(_chunk([offsets[i] for i in position], shards[-1].shape))

@@ -96,7 +96,7 @@ class WholeTensors:
             self.build_buckets()
 
     def part_of(self, param: Tensor) -> Part:
-        return Part(param, 0, param.numel(), param)
+        return Part(param, 0, param.numel(), param, param)
 
     @torch.no_grad()
     def build_buckets(self) -> None:

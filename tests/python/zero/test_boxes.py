@@ -79,7 +79,9 @@ def test_a_shard_puts_memory_where_it_is_in_the_parameter(
     flat = in_memory_order(param, param)
     # Two neighboring parts of one parameter, as a rank may hold.
     middle = (begin + end) // 2
-    parts = [Part(param, a, b, flat[a:b]) for a, b in ((begin, middle), (middle, end)) if a < b]
+    parts = [
+        Part(param, a, b, flat[a:b], param) for a, b in ((begin, middle), (middle, end)) if a < b
+    ]
     shard = StateShard.of([(part, part.tensor) for part in parts])
     assert shard.shape == param.shape
     result = torch.full_like(param, -1)
