@@ -20,7 +20,7 @@ from tests.support.compare import assert_same
 from tests.support.problems import train
 from tests.support.ranks import run_cases
 from torchopt_ext.state import collective
-from torchopt_ext.zero import exchange
+from torchopt_ext.zero import exchange, ranks
 from torchopt_ext.zero.part import Part, in_memory_order
 
 State = dict[int, dict[Any, Any]]
@@ -300,6 +300,16 @@ def without_copies() -> None:
     assert all(piece.nbytes <= PIECE for piece in pieces)
 
 
+def small_tensors_together() -> None:
+    """A rank sends its small tensors in few messages."""
+    values = [torch.full((8,), float(number)) for number in range(PIECE // 32 * 2)]
+    entries = [[], [], [whole(0, number, value) for number, value in enumerate(values)]]
+    with mock.patch.object(dist, "isend", wraps=dist.isend) as sends:
+        check(entries, {0: dict(enumerate(values))}, to=0)
+    sizes = [call.args[0].nbytes for call in sends.mock_calls]
+    assert sizes == ([PIECE] * 2 if dist.get_rank() == LAST else [])
+
+
 REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "freed": lambda weight: weight.new_empty(0),
     "dtype": lambda weight: weight.bfloat16(),
@@ -332,13 +342,14 @@ def read_state(replace: Callable[[Tensor], Tensor]) -> None:
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    exchange.MAX_PACKED_BYTES = PIECE
+    exchange.MAX_PACKED_BYTES = ranks.MAX_PACKED_BYTES = ranks.LARGE = PIECE
     table: dict[str, Callable[[], None]] = {
         "text and agreement": text_and_agreement,
         "check same": check_same,
         "nothing": lambda: check([[]] * 3, {}, to=0),
         "unsendable": unsendable,
         "without copies": without_copies,
+        "small tensors together": small_tensors_together,
         "late state": lambda: late(
             "consolidating the optimizer state",
             lambda g: exchange.gather_entries([], 0, g),

@@ -10,7 +10,8 @@ import hashlib
 import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchopt_ext.state.collective import (
     wait,
 )
 from torchopt_ext.zero.part import Part, in_memory_order, view_in
-from torchopt_ext.zero.ranks import MAX_PACKED_BYTES, flat_memory
+from torchopt_ext.zero.ranks import MAX_PACKED_BYTES, batches, flat_memory
 
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _CONSOLIDATING = "consolidating the optimizer state"
@@ -115,8 +116,8 @@ def gather_entries(
 ) -> dict[int, dict[Any, Any]] | None:
     """Gathers state entries (parameter's index, name, this rank's part, value) on rank `to`.
 
-    In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for one
-    tensor that is not dense.
+    In addition to the result, a rank needs memory for one message (MAX_PACKED_BYTES) and for its
+    tensors that are not dense.
 
     Returns:
         On rank `to`, ``{index: {name: value}}`` by ascending index; None on other ranks. Tensors
@@ -137,17 +138,27 @@ def gather_entries(
     rank, device = dist.get_rank(group), comm_device(group)
     state, places = _result(headers, "cpu" if rank == to else "meta")
     with collective(_CONSOLIDATING):
-        for source, number, place in places:
-            if source == rank == to:
-                place.copy_(_memory(tensors[number]))
-            elif source == rank:
-                for piece in torch.split(_memory(tensors[number]), MAX_PACKED_BYTES):
-                    wait(dist.isend(piece.to(device), group=group, group_dst=to))
-            elif rank == to:
-                for piece in torch.split(place, MAX_PACKED_BYTES):
-                    received = piece if device.type == "cpu" else piece.to(device)
-                    wait(dist.irecv(received, group=group, group_src=source))
-                    piece.copy_(received)
+        for source, of_source in groupby(places, itemgetter(0)):
+            if rank not in (source, to):
+                continue
+            pieces: list[Tensor] = []
+            for _, number, place in of_source:
+                if source == rank == to:
+                    place.copy_(_memory(tensors[number]))
+                else:
+                    memory = _memory(tensors[number]) if source == rank else place
+                    pieces += torch.split(memory, MAX_PACKED_BYTES)
+            for batch in batches(pieces):
+                sizes = [piece.numel() for piece in batch]
+                if source == rank:
+                    packed = torch.cat([b.to(device) for b in batch]) if batch[1:] else batch[0]
+                    wait(dist.isend(packed.to(device), group=group, group_dst=to))
+                    continue
+                in_place = device.type == "cpu" and not batch[1:]
+                packed = batch[0] if in_place else batch[0].new_empty(sum(sizes), device=device)
+                wait(dist.irecv(packed, group=group, group_src=source))
+                if not in_place:
+                    torch._foreach_copy_(batch, torch.split(packed, sizes))
     return {index: state[index] for index in sorted(state)} if rank == to else None
 
 
