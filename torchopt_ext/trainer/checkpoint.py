@@ -118,6 +118,8 @@ class CheckpointManager:
         self._dropped_keys: set[str] = set()  # keys that checkpoints leave out
         self._resumed_step: int | None = None  # load_step, until the first save
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # Separate, because other ranks wait for rank 0 in the next save, but not for removals.
+        self._remover = ThreadPoolExecutor(1, "remove checkpoints")
         self._pending: tuple[int, Future[None]] | None = None
         self._staged: Staged | None = None
         self._lock: IO[str] | None = None
@@ -296,7 +298,7 @@ class CheckpointManager:
             return
         try:
             for removing in files.set_aside_old(self.folder, keep, self._refused):
-                self._thread.submit(shutil.rmtree, removing, ignore_errors=True)
+                self._remover.submit(shutil.rmtree, removing, ignore_errors=True)
         except OSError as error:  # the next save tries again
             logger.warning("removing old checkpoints of %s: %s", self.folder, error)
 
@@ -316,6 +318,7 @@ class CheckpointManager:
             return
         self._finish_pending(raises=False)
         self._thread.shutdown()
+        self._remover.shutdown()
         if self._lock is not None:
             self._lock.close()
 
@@ -434,6 +437,9 @@ class CheckpointManager:
             model = states_of.model_to_load(model, metadata, checkpoint)
             live = {key: owner.state_dict() for key, owner in rest.items() if key in self._states}
             states = states_of.states_to_load(rest.keys(), live, metadata, checkpoint)
+            if RNG in states:
+                of_rank = self._positions[RNG].names
+                states[RNG] = {name: None for name in states[RNG] if name in of_rank}
         if model:
             names = {n for each in self._everyones([*model], "comparing models") for n in each}
             others = sorted(states_of.model_tensors(metadata).keys() - names)

@@ -70,17 +70,21 @@ def model_to_load(live: dict[str, Any], metadata: Metadata, where: Any) -> dict[
 
 
 def states_to_load(
-    keys: Set[str], live: Mapping[str, Mapping[str, Any]], metadata: Metadata, where: Any
+    keys: Set[str], live: Mapping[str, Any], metadata: Metadata, where: Any
 ) -> dict[str, Any]:
     """Returns the states at some keys for DCP to load into, as they were saved.
 
     Raises ConfigError, naming items of a live state that the checkpoint lacks.
     """
-    states: dict[str, Any] = {key: {} for key in keys} | entries_to_load(keys, live, metadata)
+    states: dict[str, Any] = {key: {} for key in keys - live.keys()} | without_entries(live)
+    states |= entries_to_load(keys, live, metadata)
     missing = []
     for key, state in live.items():
-        states[key] = without_entries(state) | states[key]
-        missing += [f"{key}.{name}" for name in state if name not in states[key]]
+        if not isinstance(state, Mapping):
+            missing += [] if key in states else [key]
+        elif isinstance(states.setdefault(key, {}), Mapping):  # not saved as one entry
+            states[key] = without_entries(state) | states[key]
+            missing += [f"{key}.{name}" for name in state if name not in states[key]]
     if missing:
         raise ConfigError(f"{where} lacks {some(missing)}")
     return states
@@ -158,6 +162,7 @@ class RandomState:
 
     def __init__(self, rank: int, layout: str) -> None:
         self._key, self._layout = f"rank_{rank}", layout
+        self.names = "layout", self._key  # the entries to load, without other ranks'
 
     def state_dict(self) -> dict[str, Any]:
         return {"layout": self._layout, self._key: packed(generator_states())}

@@ -178,6 +178,21 @@ def test_random_numbers_of_another_layout_are_seeded_anew(
     assert "another layout" in caplog.text
 
 
+def test_a_rank_reads_only_its_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path)
+    random_state = job.manager._positions["rng"]
+    entries = random_state.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(random_state, "state_dict", lambda: entries | {"rank_1": b"another's"})
+        job.manager.save(2, force=True)
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(random_state, "load_state_dict", lambda state: not loaded.update(state))
+    job.resume()
+    assert loaded == entries
+
+
 def test_settings_that_a_checkpoint_replaces_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,8 +273,41 @@ def test_a_value_comes_back_as_it_was_saved(
     assert repr(build(tmp_path, live).resume().model.noted.value) == repr(saved)
 
 
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({0: torch.ones(2)}, {0: torch.zeros(2)}),
+        ({0: 5}, {"a": 1}),
+        ([1, torch.ones(2), {"a": 1}], [0, torch.zeros(2)]),
+        ([], [1]),
+        (torch.ones(2), torch.zeros(2)),
+        (None, None),
+        ({"a": 1}, None),
+        ([{}], [{}]),
+    ],
+)
+def test_a_state_of_any_form_comes_back(tmp_path: Path, saved: Any, live: Any) -> None:
+    """What a state's `state_dict` returns need not be a dict with texts as keys."""
+
+    def job(folder: Path, state: Any) -> Job:
+        job = Job(folder)
+        job.state_dict = lambda: state  # type: ignore[method-assign]
+        return job
+
+    job(tmp_path, saved).manager.save(2, force=True)
+    loaded: list[Any] = []
+    resumed = job(tmp_path, live)
+    resumed.load_state_dict = loaded.append  # type: ignore[method-assign]
+    assert resumed.manager.load()
+    assert repr(loaded) == repr([saved])
+
+
 def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    Job(tmp_path).train(until=2).close()
+    job = Job(tmp_path)
+    job.manager.save(2, force=True)
+    job.manager._states["other"] = SimpleNamespace(state_dict=lambda: [1])
+    with pytest.raises(ConfigError, match=r"step-2 lacks other$"):
+        job.manager.load()
     with pytest.raises(ConfigError, match=r"step-2 lacks train_state\.value$"):
         with_state(tmp_path, 5).manager.load()
 
