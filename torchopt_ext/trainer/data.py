@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -322,8 +322,20 @@ class StreamDataLoader:
                 f"{self._key!r} of {self._dp_world_size}: a stream of samples cannot be divided "
                 "anew; resume with as many ranks, or exclude 'dataloader' from loading"
             )
+        if not isinstance(self.dataset, Stateful) and not _has_iterator(state_dict[self._key]):
+            raise ValueError(
+                "the data loader's state does not say how many samples were taken, but neither the "
+                "data set nor its iterator has a state: exclude 'dataloader' from loading"
+            )
         self._loader.load_state_dict(state_dict[self._key])
         self._passes, self._resumes = state_dict["passes"], True
+
+
+def _has_iterator(state: Any) -> bool:
+    """Returns whether a StatefulDataLoader's state holds an iterator's state, in any worker."""
+    if not isinstance(state, Mapping):
+        return False
+    return state.get("dataset_iter_state") is not None or any(map(_has_iterator, state.values()))
 
 
 def build_dataloader(

@@ -206,8 +206,10 @@ class Trainer(Stateful):
             labels = torch.cat([labels for _, labels in batches])
         self.metrics_processor.ntokens_since_last_log += labels.numel()
         self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
-        move = partial(torch.Tensor.to, device=self.device, non_blocking=True)
-        return {key: move(value) for key, value in input_dict.items()}, move(labels)
+        inputs = {
+            key: value.to(self.device, non_blocking=True) for key, value in input_dict.items()
+        }
+        return inputs, labels.to(self.device, non_blocking=True)
 
     def train_step(self, input_dict: dict[str, Tensor], labels: Tensor) -> None:
         """Makes one step, and logs it if logging is due.

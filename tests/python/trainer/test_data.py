@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchopt_ext.trainer.checkpoint_states import DataPosition
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.config import DataLoader as Workers
 from torchopt_ext.trainer.data import build_dataloader, register_dataset
+from torchopt_ext.trainer.trainer import Trainer
 from torchopt_ext.trainer.windows import FileBytes, TokenWindows
 
 SAMPLES, SEQ_LEN = 23, 3
@@ -291,6 +293,10 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
     DataPosition(resumed).load_state_dict(packed)
     assert next(iter(resumed))[1][:, 0].tolist() == [10, 12]
 
+    register_dataset("drawing", lambda **_: Drawing(12))
+    job_config.training.dataset = "drawing"
+    with pytest.raises(ValueError, match="does not say how many samples were taken"):
+        build(job_config, 1, 2).load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"of 2 data-parallel ranks, expected 'dp_rank_1' of 3"):
         build(job_config, 1, 3).load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"\['crc32', 'position'\] of unknown data-parallel ranks"):
@@ -298,6 +304,21 @@ def test_registered_data_sets(job_config: JobConfig, monkeypatch: pytest.MonkeyP
     job_config.training.dataset = "pairs"
     with pytest.raises(ValueError, match=r"expected 'position'"):
         build(job_config).load_state_dict(loader.state_dict())
+
+
+class Mask:
+    """An entry of a batch that is no tensor."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> str:
+        return f"on {device}"
+
+
+def test_every_entry_of_a_batch_is_moved() -> None:
+    trainer = MagicMock(gradient_accumulation_steps=1, device=torch.device("cpu"))
+    batch = {"input": torch.ones(1), "mask": Mask()}, torch.zeros(1)
+    inputs, labels = Trainer.next_batch(trainer, [batch])
+    assert inputs == {"input": batch[0]["input"], "mask": "on cpu"}
+    assert torch.equal(labels, batch[1])
 
 
 class Augmented(Pairs):
