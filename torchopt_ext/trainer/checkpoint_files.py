@@ -26,6 +26,8 @@ from torchopt_ext.statedict.dcp import Reader
 logger = logging.getLogger(__name__)
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
+ABANDONED = "abandoned"
+"""A file that marks checkpoints which :func:`abandon` would rename, and which nothing writes."""
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+(\.safetensors)?\.(saving|replaced|removing)")
 
@@ -85,10 +87,19 @@ def _is_full(checkpoint: Path) -> bool:
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Renames the checkpoints after a step to ``abandoned-N``: training went back to the step."""
+    """Renames the checkpoints after a step to ``abandoned-N``: training went back to the step.
+
+    Warns of those that cannot be renamed, so that no save fails because of them.
+    """
     for later in (saved for saved in steps(folder) if saved > step):
-        shutil.rmtree(folder / f"abandoned-{later}", ignore_errors=True)
-        os.rename(folder / f"step-{later}", folder / f"abandoned-{later}")
+        abandoned = folder / f"abandoned-{later}"
+        try:
+            if _is_complete(abandoned):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            os.rename(folder / f"step-{later}", abandoned)
+        except OSError as error:
+            text = "Training went back to step %d, but step %d cannot be renamed to %s: %s"
+            logger.warning(text, step, later, abandoned, error)
 
 
 def recover(folder: Path) -> IO[str] | None:
@@ -137,9 +148,13 @@ def steps(folder: Path) -> list[int]:
     complete = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(path.name)
-        if match and ((path / METADATA).exists() or (path / MANIFEST).exists()):
+        if match and _is_complete(path) and not (path / ABANDONED).exists():
             complete.append(int(match[1]))
     return sorted(complete, reverse=True)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / METADATA).exists() or (checkpoint / MANIFEST).exists()
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:

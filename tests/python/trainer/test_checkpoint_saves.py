@@ -119,22 +119,26 @@ def test_one_to_resume_from_stays_beside_the_model_only(tmp_path: Path) -> None:
     assert resumed_step(tmp_path) == 2
 
 
+@both_modes
 def test_a_slow_removal_does_not_remove_a_new_checkpoint_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It does not delay a save either."""
     Job(tmp_path, keep_latest_k=0).train(until=6).close()
     removals, rmtree = threading.Event(), shutil.rmtree
 
     def slow(path: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if Path(path).suffix == ".removing":
             removals.wait()
         rmtree(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", slow)
-    job = Job(tmp_path, keep_latest_k=1).resume(2)
+    job = Job(tmp_path, keep_latest_k=1, async_mode=mode).resume(2)
     job.train(until=3).manager.save(3, force=True)  # renames steps 4 and 6, removes all others
-    job.train(until=4)
-    removals.set()
+    try:
+        job.train(until=4).manager.save(4, force=True)  # the latter waits for the former
+    finally:
+        removals.set()
     job.close()
     assert saved_steps(job) == [4]
 
@@ -166,6 +170,37 @@ def test_what_follows_load_step_is_resumed(tmp_path: Path) -> None:
         assert job.manager.newest() == resumed_step(tmp_path) == until
     names = {path.name for path in job.manager.folder.iterdir()}
     assert names == {"step-5", "step-6", *(f"abandoned-{step}" for step in (5, 6, 8))}
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_what_has_the_name_of_an_abandoned_checkpoint_stays(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job(tmp_path).train(until=4).close()
+    other, abandoned = tmp_path / "other", tmp_path / "checkpoint" / "abandoned-4"
+    (other / "notes").mkdir(parents=True)
+    (other / ".metadata").touch()
+    if kind == "file":
+        abandoned.touch()
+    elif kind == "link":
+        abandoned.symlink_to(other)
+    else:
+        (abandoned / "notes").mkdir(parents=True)
+    job = go_back(tmp_path, 2, until=3)
+    assert saved_steps(job) == [2, 3, 4]
+    assert f"step 4 cannot be renamed to {abandoned}" in caplog.text
+    assert "training goes on" not in caplog.text
+    assert abandoned.is_file() if kind == "file" else (abandoned / "notes").exists()
+    job = go_back(tmp_path, 3, until=5)
+    assert saved_steps(job) == [2, 3, 4, 5], "step 4 is replaced"
+
+
+def test_a_checkpoint_with_the_mark_of_abandoned_ones_is_not_resumed(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=4).close()
+    (tmp_path / "checkpoint" / "step-4" / "abandoned").touch()
+    job = Job(tmp_path).resume()
+    assert job.step == 2
+    assert job.train(until=4).manager.newest() == 4, "a new one replaces it"
 
 
 # ---- saves that fail -----------------------------------------------------------------------------
