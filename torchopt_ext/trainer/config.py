@@ -40,7 +40,7 @@ def expect_multiple(name: str, value: int, number: int, what: str) -> None:
 
 
 def at_least(least: float, *, default: Any, less_than: float = math.inf) -> Any:
-    """Returns a dataclass field for numbers of `least` or more. supported.py rejects others."""
+    """Returns a dataclass field for numbers of `least` or more. load_config.py rejects others."""
     return field(default=default, metadata={"bounds": (least, less_than)})
 
 

@@ -13,10 +13,11 @@ import importlib
 import io
 import math
 import tomllib
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
@@ -282,6 +283,8 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     """Returns the values that a type with a Literal allows, of a list those of its items."""
     if get_origin(kind) is Literal:
         return get_args(kind)
+    if get_origin(kind) not in (list, Union, types.UnionType):
+        return ()
     choices = tuple(choice for one in get_args(kind) for choice in _choices(one))
     return (*choices, None) if choices and type(None) in get_args(kind) else choices
 

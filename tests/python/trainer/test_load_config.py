@@ -160,9 +160,13 @@ def test_command_lines_are_read_as_torchtitan_reads_them(mark: str, no: str, equ
 def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "extension_of_job.py").write_text(
         "from dataclasses import dataclass, field\nfrom enum import Enum\n"
+        "from typing import Literal\n"
         "Kind = Enum('Kind', ('ONE', 'TWO'))\n"
         "@dataclass\nclass Mine:\n    how_many: int = 3\n    '''How many of mine.'''\n"
         "    kind: Kind = Kind.ONE\n"
+        "    pair: tuple[Literal['a'], Literal['b']] = ('a', 'b')\n"
+        "    modes: dict[str, Literal['a']] = field(default_factory=lambda: {'x': 'a'})\n"
+        "    both: list[Literal['a', 'b']] | None = None\n"
         "@dataclass\nclass Training:\n    steps: int = 77\n    image_size: int = 256\n"
         "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
         "    training: Training = field(default_factory=Training)\n"
@@ -178,7 +182,11 @@ def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
         assert (config.mine.how_many, config.training.image_size) == (5, 65)
         assert (config.training.steps, config.training.batch_size) == (77, 2)
         assert config.job.custom_config_module == "extension_of_job"
-        assert config.to_dict()["mine"] == {"how_many": 5, "kind": config.mine.kind}
+        assert config.to_dict()["mine"] == vars(config.mine)
+        check_supported(config)
+        config.mine.both = ["b", "c"]
+        with pytest.raises(ConfigError, match=r"^mine\.both is \['b', 'c'\], expected list"):
+            check_supported(config)
     with pytest.raises(ConfigError, match="no setting mine"):
         load_config(["--mine.how_many", "4"])
     named = f"--{names[0]}=extension_of_job"
