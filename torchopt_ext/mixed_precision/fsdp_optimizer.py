@@ -252,19 +252,15 @@ class FSDPadaptOptimizer(BaseOptimizer):
             snapshot: return copies on the CPU instead of the optimizer's own tensors.
         """
         run_hooks(self, "state_dict_pre")
-        scale, base, held = (
-            self.grad_scaler.state_dict(),
-            self.optim.state_dict(),
-            self._stepper.state,
-        )
+        scale, base = self.grad_scaler.state_dict(), self.optim.state_dict()
         if self._stepper is self.optim:
             entries = {
                 index: {name: value for name, value in entry.items() if name not in MASTERS}
                 for index, entry in base["state"].items()
             }
             base["state"] = {index: entry for index, entry in entries.items() if entry}
-        groups = enumerate(self.params_by_group)
-        weights = {i: [weight_of(p, held.get(p, {})) for p in params] for i, params in groups}
+        groups, state = enumerate(self.params_by_group), self._stepper.state
+        weights = {i: [weight_of(p, state.get(p, {})) for p in params] for i, params in groups}
         states = {"grad_scaler": scale, "base_optim_states": base, "flat_fp32_weights": weights}
         states = run_hooks(self, "state_dict_post", states)
         if snapshot:

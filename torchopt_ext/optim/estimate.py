@@ -336,9 +336,8 @@ def _row_length(param: Tensor) -> int:
 
 def _rows(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
     """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
-    shares = _Shares(
-        options, world_size + 2
-    )  # first by how much a rank differs from the one before
+    # First by how much a rank differs from the one before.
+    shares = _Shares(options, world_size + 2)
     for param in params:
         length = param.shape[0] if param.dim() else 1
         row = param.numel() // length if length else 0

@@ -34,10 +34,7 @@ from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, conve
 from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.masters import refresh_master, set_weight
 from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
-from torchopt_ext.state.quantized import (
-    SCALES,
-    fit_moments,
-)
+from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.statedict.loaded import (
     Loaded,

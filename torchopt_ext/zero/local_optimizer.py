@@ -48,7 +48,7 @@ class LocalOptimizer:
         self.constructor, self.arguments = constructor, arguments
         self.device: torch.device = params_of(self.params)[0].device
         self.optimizer: Any = None  # until build()
-        self._verdict = RejectedSteps()
+        self._rejected_steps = RejectedSteps()
 
     @property
     def parts(self) -> list[Part]:
@@ -75,7 +75,7 @@ class LocalOptimizer:
 
     @property
     def rejected_steps(self) -> RejectedSteps:
-        return self.fused.rejected_steps if self.is_fused else self._verdict
+        return self.fused.rejected_steps if self.is_fused else self._rejected_steps
 
     def build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
@@ -204,9 +204,8 @@ class LocalOptimizer:
         else:
             prepare()
         if not self.partition.gradients_are_sharded:
-            context = context._replace(
-                found_inf_agreed=True
-            )  # a scaler has checked the same gradients
+            # A scaler has checked the same gradients on all ranks.
+            context = context._replace(found_inf_agreed=True)
         result = inner_step(self.optimizer, context, **kwargs)
         if shared:
             # A GPU knows already, and has skipped the step if a rank rejects it. The host waits for
@@ -270,9 +269,8 @@ class LocalOptimizer:
             reject_in(total)
         agree(total, self.ranks.group, progress, meanwhile)
         if not rejects:
-            self.rejected_steps.note(
-                total, waits=True
-            )  # torch's classes cannot skip a step on the device
+            # Waits: torch's classes cannot skip a step on the device.
+            self.rejected_steps.note(total, waits=True)
             progress.accepted = True
 
     def reject(self, progress: StepProgress, total: Tensor | None = None) -> None:
