@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from torchopt_ext.optim.digest import digest
     from torchopt_ext.optim.groups import param_groups
+    from torchopt_ext.optim.muon_groups import muon_groups
     from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
@@ -38,13 +39,14 @@ __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "FusedLion",
     "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer", "cmake_prefix_path",
     "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to", "mixed_precision",
-    "offload_fsdp_optimizer", "ops", "optimizer_on_device", "param_groups", "zero",
+    "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device", "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {
     "ZeroRedundancyOptimizer": "zero",
     "digest": "optim.digest",
     "log_to": "optim.step_log",
+    "muon_groups": "optim.muon_groups",
     "param_groups": "optim.groups",
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext.cli.terminal import CommandError, Parser, number
-from torchopt_ext.optim.fp32_moments import embeddings_of
+from torchopt_ext.optim.embeddings import embeddings_of
 from torchopt_ext.statedict import safetensors
 
 NAMED = "gpt2"

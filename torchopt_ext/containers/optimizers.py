@@ -17,7 +17,8 @@ from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_scheduler
 from torchopt_ext.optim import FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, embeddings_of, fp32_params, is_8_bit
+from torchopt_ext.optim.embeddings import embeddings_of
+from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
     HookedStep,

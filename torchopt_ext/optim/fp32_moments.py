@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchopt_ext.optim.embeddings import embeddings_of
 from torchopt_ext.optim.groups import params_matching
 
 EMBEDDINGS: tuple[str, ...] = ("embedding",)
 """The default. A row of an embedding has a gradient only in steps in which its token occurs."""
-_CLASSES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_chosen(chosen: Any) -> None:
@@ -76,13 +76,6 @@ def fp32_params(
             raise ValueError(_not_found(item, names))
         fp32 |= matches
     return frozenset(fp32)
-
-
-def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
-    """Returns the weights of the embeddings among modules or any objects."""
-    modules = (module for module in objects if issubclass(type(module), _CLASSES))
-    weights = (vars(module).get("_parameters", {}).get("weight") for module in modules)
-    return {weight for weight in weights if weight is not None}
 
 
 def is_8_bit(state_dtype: Any) -> bool:

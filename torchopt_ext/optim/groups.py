@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchopt_ext._arguments import expect_numbers
 from torchopt_ext._torch import is_flat
+from torchopt_ext.optim.embeddings import EMBEDDING_CLASSES
 from torchopt_ext.state.entries import unwrapped
 
 KINDS = ("norm", "bias", "vector", "embedding")
@@ -56,16 +56,8 @@ def param_groups(
             multipliers without ``lr``; a number is negative or infinite; no parameter can be
             trained; or the first generation of FSDP has flattened the parameters.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
-    if lr_multipliers and lr is None:
-        raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
-    _expect_finite(weight_decay=weight_decay, lr=lr or 0.0)
-    chosen = choices([model], no_decay, lr_multipliers)
-    trained = [param for param in chosen if param.requires_grad]
-    if not trained:
-        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
-    groups = in_groups(trained, chosen, lr)
+    chosen = choices_of_trained(model, weight_decay, no_decay, lr, lr_multipliers)
+    groups = in_groups([*chosen], chosen, lr)
     for group in groups:
         _, spared, factor = chosen[group["params"][0]]
         name = "no_decay" if spared else "decay"
@@ -88,6 +80,27 @@ class Choice(NamedTuple):
 _NOTHING_CHOSEN = Choice("", spared=False, factor=1.0)
 
 
+def choices_of_trained(
+    model: nn.Module,
+    weight_decay: float,
+    no_decay: Sequence[str],
+    lr: float | None,
+    lr_multipliers: Mapping[str, float] | None,
+) -> dict[nn.Parameter, Choice]:
+    """Checks the arguments of :func:`param_groups`, and returns what they choose for each parameter
+    that is not frozen."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}, expected a torch.nn.Module")
+    if lr_multipliers and lr is None:
+        raise ValueError("lr_multipliers needs lr=, the learning rate that they multiply")
+    _expect_finite(weight_decay=weight_decay, lr=lr or 0.0)
+    chosen = choices([model], no_decay, lr_multipliers)
+    trained = {param: choice for param, choice in chosen.items() if param.requires_grad}
+    if not trained:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+    return trained
+
+
 def choices(
     models: Sequence[nn.Module],
     no_decay: Sequence[str],
@@ -103,8 +116,7 @@ def choices(
             except DistributedDataParallel's "module.".
         partial: other ranks have other modules, in which a pattern may be found.
     """
-    if isinstance(no_decay, str):
-        raise TypeError(f"no_decay is {no_decay!r}, expected a sequence such as ({no_decay!r},)")
+    expect_several(no_decay=no_decay)
     no_decay, multipliers = tuple(no_decay), dict(lr_multipliers or {})
     _expect_finite(**{f"lr_multipliers[{k!r}]": factor for k, factor in multipliers.items()})
     names, kinds = _names_and_kinds(models)
@@ -138,6 +150,13 @@ def in_groups(
     return list(groups.values()) or [{"params": []}]
 
 
+def expect_several(**strings: Any) -> None:
+    """Raises TypeError if a value is one string instead of a sequence of strings."""
+    for name, value in strings.items():
+        if isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, expected a sequence such as ({value!r},)")
+
+
 def expect_found(unfound: Sequence[str], names: Iterable[str]) -> None:
     """Raises ValueError if there are patterns that were found in no name."""
     if unfound:
@@ -162,6 +181,27 @@ def _names_and_kinds(
     """Returns every parameter's names, beginning with named_parameters()'s, and its kinds."""
     names: dict[nn.Parameter, list[str]] = {}
     kinds: dict[nn.Parameter, set[str]] = {}
+    for param, its in places(models).items():
+        names[param] = [name for place in its for name in place.names]
+        kinds[param] = {kind for place in its for kind in kinds_of(place, param)}
+    return names, kinds
+
+
+class Place(NamedTuple):
+    """A module that has a parameter, and the parameter's name in it."""
+
+    module: nn.Module
+    own_name: str  # in the module
+    names: tuple[str, ...]  # in the model: with, and if they differ without, the parts of wrappers
+
+
+def places(models: Sequence[nn.Module]) -> dict[nn.Parameter, list[Place]]:
+    """Returns where each parameter is, in the order of the modules; a tied one is in several.
+
+    Raises:
+        ValueError: FullyShardedDataParallel has flattened the parameters.
+    """
+    found: dict[nn.Parameter, list[Place]] = {}
     modules = chain(*(model.named_modules(remove_duplicate=False) for model in models))
     for prefix, module in modules:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -171,25 +211,35 @@ def _names_and_kinds(
                     f"{whole} is flattened by FullyShardedDataParallel, which hides what it is: "
                     f"shard the model with torch.distributed.fsdp.fully_shard instead"
                 )
-            names.setdefault(param, []).extend(dict.fromkeys([whole, unwrapped(whole)]))
-            kinds.setdefault(param, set()).update(_kinds(module, name, param))
-    return names, kinds
+            names = tuple(dict.fromkeys([whole, unwrapped(whole)]))
+            found.setdefault(param, []).append(Place(module, name, names))
+    return found
 
 
-def _kinds(module: nn.Module, name: str, param: nn.Parameter) -> Iterator[str]:
-    long = sum(length > 1 for length in param.shape)
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """Returns a parameter's shape in the model, of which this rank may have a part.
+
+    DeepSpeed's zero.Init leaves a tensor without elements, and the shape as ``ds_shape``.
+    """
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def kinds_of(place: Place, param: Tensor) -> Iterator[str]:
+    """Yields those of :data:`KINDS` that a parameter is in one of its modules."""
+    module, name, shape = place.module, place.own_name, whole_shape(param)
+    long = sum(length > 1 for length in shape)
     named_norm = _NORM_IN_NAME.search(type(module).__name__) and long <= 1
     if isinstance(module, _NORMS) or named_norm:
         yield "norm"
     if _BIAS.search(name):
         yield "bias"
-    if param.ndim < 2:
+    if len(shape) < 2:
         yield "vector"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(module, EMBEDDING_CLASSES):
         yield "embedding"
 
 
-def params_matching(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[torch.Tensor]:
+def params_matching(pattern: str, names: Mapping[Any, Sequence[str]]) -> set[Tensor]:
     """Returns the parameters with a name in which the pattern is found.
 
     Raises:

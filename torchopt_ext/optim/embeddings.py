@@ -1,0 +1,47 @@
+"""Finds the weights of embeddings: a parameter does not know its module."""
+
+import gc
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
+    """Returns the weights of the embeddings among modules or any objects."""
+    modules = (module for module in objects if issubclass(type(module), EMBEDDING_CLASSES))
+    weights = (vars(module).get("_parameters", {}).get("weight") for module in modules)
+    return {weight for weight in weights if weight is not None}
+
+
+def reject_embeddings(
+    group: Mapping[str, Any], embeddings: Collection[Tensor] | None = None
+) -> None:
+    """Raises an error if a param group of Muon has the weight of an embedding.
+
+    Muon would mix the rows of all tokens without complaint, although each row is a vector of its
+    own, which moves only in steps in which its token occurs.
+
+    Args:
+        group: a param group of an optimizer: ``"params"``, and ``"param_names"`` if it has names.
+        embeddings: the weights of embeddings. None searches all modules in this process, as
+            ``fp32_moments`` does.
+
+    Raises:
+        ValueError: the group has such a weight; the message names it.
+    """
+    params = group["params"]
+    if embeddings is None:
+        embeddings = embeddings_of(gc.get_objects())
+    known = set(embeddings)
+    names = group.get("param_names") or [""] * len(params)
+    for index, (name, param) in enumerate(zip(names, params, strict=True)):
+        if param in known:
+            raise ValueError(
+                f"{repr(name) if name else f'parameter {index}'} of shape {tuple(param.shape)} is "
+                f"the weight of an embedding, in a param group of Muon, which is for the matrices "
+                f"of hidden layers: torchopt_ext.muon_groups(model) leaves embeddings and output "
+                f"layers to AdamW"
+            )
