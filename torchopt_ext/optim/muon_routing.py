@@ -7,7 +7,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from torchopt_ext.optim.embeddings import EMBEDDING_CLASSES
 from torchopt_ext.optim.groups import (
@@ -20,6 +19,10 @@ from torchopt_ext.optim.groups import (
     whole_shape,
 )
 
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _LORA = re.compile(r"\.(lora_(?:a|down|embedding_[ab]))\.", re.IGNORECASE)
 """Of peft (lora_A), torchtitan (lora_a) and kohya (lora_down)."""
 _EMBEDDING_CLASS = re.compile("Embeddings?[A-Z0-9]*$")
@@ -130,7 +133,7 @@ def _tied_to(its: Sequence[Place]) -> str | None:
 def _is_flattened(param: nn.Parameter, its: Sequence[Place]) -> bool:
     """Returns whether a parameter is a kernel: one of torch's, or of a convolution unknown here."""
     dims = len(whole_shape(param))
-    return dims > 2 and (dims > 3 or any(isinstance(place.module, _ConvNd) for place in its))
+    return dims > 2 and (dims > 3 or any(isinstance(place.module, _CONVOLUTIONS) for place in its))
 
 
 def _no_matrix(param: nn.Parameter, its: Sequence[Place], flatten: bool) -> Iterator[str]:
@@ -160,7 +163,7 @@ def _unsuited(param: nn.Parameter, its: Sequence[Place]) -> Iterator[str]:
             yield lora[1]
         if _TABLE.search(own_name):
             yield "embedding by its name"
-        if isinstance(module, _ConvNd) and module.groups > 1 and shape[1] == 1:
+        if isinstance(module, _CONVOLUTIONS) and module.groups > 1 and shape[1] == 1:
             yield "depthwise convolution"  # a filter a channel is no matrix between channels
     if len(shape) == 3 and shape[0] == 1:
         yield "embedding: one for the whole batch"  # such as (1, patches, width)
