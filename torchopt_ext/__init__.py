@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchopt_ext.optim.digest import digest
     from torchopt_ext.optim.groups import param_groups
     from torchopt_ext.optim.muon_groups import muon_groups
+    from torchopt_ext.optim.orthogonalize import orthogonalize
     from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
@@ -39,7 +40,8 @@ __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "FusedLion",
     "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer", "cmake_prefix_path",
     "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to", "mixed_precision",
-    "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device", "param_groups", "zero",
+    "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device", "orthogonalize",
+    "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {
@@ -47,6 +49,7 @@ _MODULES = {
     "digest": "optim.digest",
     "log_to": "optim.step_log",
     "muon_groups": "optim.muon_groups",
+    "orthogonalize": "optim.orthogonalize",
     "param_groups": "optim.groups",
 }
 

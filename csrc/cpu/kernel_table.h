@@ -2,6 +2,7 @@
 // exports one table. kernel_table.cpp selects the table to use.
 #pragma once
 
+#include "cpu/product.h"
 #include "kernels/digest.h"
 #include "kernels/exact_accumulator.h"
 #include "kernels/kinds.h"
@@ -35,6 +36,11 @@ struct KernelTable {
 
   // Returns the digest of elements [begin, end) of an array.
   uint64_t (*digest)(const DigestArray&, int64_t begin, int64_t end);
+
+  // Computes a block of a product of matrices.
+  void (*product)(const Product&, const Block&, ProductScratch&);
+  // to[i] = from[i] * factor, rounded to double and then to float; `to` may be `from`.
+  void (*scale)(float* to, const float* from, double factor, int64_t n);
 };
 
 const KernelTable& default_kernels();

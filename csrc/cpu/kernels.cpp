@@ -8,6 +8,7 @@
 #include "cpu/digest.h"
 #include "cpu/exact_squares.h"
 #include "cpu/kernel_table.h"
+#include "cpu/product_kernel.h"
 #include "cpu/quantized_loop.h"
 #include "cpu/traced.h"
 #include "cpu/update_loop.h"
@@ -150,6 +151,8 @@ constexpr KernelTable table_of(std::integer_sequence<int, kNumbers...>) {
                       {scaled_copy<Float16, float>, nullptr, scaled_copy<Float16, BFloat16>,
                        scaled_copy<Float16, Float16>}},
       .digest = digest,
+      .product = product<FloatLane>,
+      .scale = scale_by_double,
   };
 }
 

@@ -19,8 +19,9 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "golden")]
 from exact_reference import DTYPES, name_of, random_elements, raw  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from torchopt_ext import ops  # noqa: E402
+from torchopt_ext import ops, orthogonalize  # noqa: E402
 
+MATRICES = [(32, 32), (1, 40), (50, 1), (37, 41), (65, 30), (20, 270)]
 SHAPES = [(20_001,), (200, 63), (9, 64), (2, 9001), (3, 4096), (1, 129)]
 FE_TONEAREST, FE_TOWARDZERO = 0, 0xC00  # <fenv.h> of x86-64
 
@@ -60,11 +61,19 @@ def compute(mode: str) -> dict[str, str]:
         for shape in SHAPES
         for low in (-20, -149)
     }
+    matrices = [
+        random_elements(torch.float32, torch.Size(shape).numel(), 11, -30, 3).view(shape)
+        for shape in MATRICES
+    ]
     steps = torch.arange(10 * len(SHAPES), dtype=torch.int64).tolist()
     schedule = {"warmup_steps": 7, "stable_steps": 5, "decay_steps": 40, "decay_type": "cosine"}
     set_mode(mode)
     for threads in (1, 2):
         torch.set_num_threads(threads)
+        for preset in ("jordan", "polar_express"):
+            digests[f"orthogonalize {preset}, {threads} threads"] = digest(
+                [orthogonalize(x, preset) for x in matrices]
+            )
         for dtype in DTYPES:
             name = f"{name_of(dtype)}, {threads} threads"
             for decoupled in (True, False):

@@ -1,0 +1,64 @@
+// orthogonalize: Newton-Schulz iterations on each matrix of [..., m, n]. `coefficients` has three
+// numbers for each step. fp32 matrices on the CPU have their own products, others torch's.
+#include "work/orthogonalize.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "ops/operator.h"
+
+namespace torchopt_ext {
+namespace {
+
+void check(const at::Tensor& matrices, at::ArrayRef<double> coefficients, double eps) {
+  TORCH_CHECK(matrices.layout() == at::kStrided, "matrices has layout ", matrices.layout(),
+              ", expected a dense tensor");
+  TORCH_CHECK(matrices.is_floating_point(), "matrices has dtype ", matrices.scalar_type(),
+              ", expected float32, bfloat16, float16 or float64");
+  TORCH_CHECK(matrices.dim() >= 2, "matrices has shape ", matrices.sym_sizes(),
+              ", expected two dimensions or more");
+  TORCH_CHECK_VALUE(coefficients.size() % 3 == 0, "got ", coefficients.size(),
+                    " coefficients, expected three for each step");
+  TORCH_CHECK_VALUE(eps >= 0.0, "eps is ", eps, ", expected 0 or more");
+}
+
+at::Tensor orthogonalize(const at::Tensor& matrices, at::ArrayRef<double> coefficients,
+                         double eps) {
+  check(matrices, coefficients, eps);
+  NewtonSchulz ns{{}, eps};
+  for (size_t i = 0; i < coefficients.size(); i += 3) {
+    ns.coefficients.push_back({coefficients[i], coefficients[i + 1], coefficients[i + 2]});
+  }
+  at::Tensor result = at::empty_like(matrices, at::MemoryFormat::Contiguous);
+  const int64_t rows = matrices.size(-2);
+  const int64_t cols = matrices.size(-1);
+  if (result.numel() == 0) {
+    return result;
+  }
+  if (!matrices.is_cpu() || matrices.scalar_type() != at::kFloat) {
+    const at::Tensor batch = matrices.detach().reshape({-1, rows, cols});
+    return result.copy_(orthogonalized(ns, batch).view_as(result));
+  }
+  result.copy_(matrices.detach());
+  std::vector<cpu::Matrix> all;
+  for (float* x = result.data_ptr<float>(); x < result.data_ptr<float>() + result.numel();
+       x += rows * cols) {
+    all.push_back({x, rows, cols, cols});
+  }
+  const at::Tensor workspace = at::empty({cpu::orthogonalize_workspace(ns, all)}, result.options());
+  cpu::orthogonalize(ns, all, workspace.data_ptr<float>());
+  return result;
+}
+
+at::Tensor orthogonalize_meta(const at::Tensor& matrices, at::ArrayRef<double> coefficients,
+                              double eps) {
+  check(matrices, coefficients, eps);
+  return at::empty_like(matrices, at::MemoryFormat::Contiguous);
+}
+
+const Operator kOrthogonalize("orthogonalize",
+                              "(Tensor matrices, float[] coefficients, float eps=1e-7) -> Tensor",
+                              orthogonalize, torch::CppFunction(orthogonalize_meta));
+
+}  // namespace
+}  // namespace torchopt_ext

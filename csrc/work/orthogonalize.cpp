@@ -1,0 +1,42 @@
+#include "work/orthogonalize.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <limits>
+
+namespace torchopt_ext {
+namespace {
+
+// Returns X / max(|X|, eps) in X's dtype. Squares that leave fp32's range would make the norm 0 or
+// infinite, so X is divided by its largest magnitude first.
+at::Tensor normalized(const at::Tensor& x, double eps) {
+  const at::ScalarType wide = at::toOpMathType(x.scalar_type());
+  const auto norm = [&](const at::Tensor& of, double order) {
+    return at::linalg_vector_norm(of, order, {-2, -1}, /*keepdim=*/true, wide);
+  };
+  const auto or_one = [](const at::Tensor& of) { return of.masked_fill(of.eq(0), 1.0); };
+  const at::Tensor largest = or_one(norm(x, std::numeric_limits<double>::infinity()));
+  const at::Tensor scaled = x / largest;  // in `wide`
+  const at::Tensor least = at::full_like(largest, eps) / largest;
+  return (scaled / or_one(norm(scaled, 2.0).maximum(least))).to(x.scalar_type());
+}
+
+}  // namespace
+
+at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch) {
+  at::Tensor x = normalized(batch, ns.eps);
+  const bool is_wide = x.size(-2) <= x.size(-1);
+  for (const auto& [a, b, c] : ns.coefficients) {
+    const at::Tensor r = is_wide ? at::bmm(x, x.mT()) : at::bmm(x.mT(), x);
+    const at::Tensor q = at::baddbmm(r, r, r, /*beta=*/b, /*alpha=*/c);
+    x = at::baddbmm(x, is_wide ? q : x, is_wide ? x : q, /*beta=*/a);
+  }
+  return x;
+}
+
+}  // namespace torchopt_ext

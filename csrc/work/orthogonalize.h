@@ -1,0 +1,40 @@
+// Newton-Schulz iterations: the matrix stage of Muon, docs/numerics.md section 12.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <vector>
+
+namespace torchopt_ext {
+
+struct NewtonSchulz {
+  // A step computes X = a X + b (X X^T) X + c (X X^T)^2 X, for X with at least as many columns as
+  // rows, or its transpose.
+  std::vector<std::array<double, 3>> coefficients;  // (a, b, c) of each step
+  double eps = 1e-7;                                // X starts as X / max(|X|, eps)
+};
+
+// Orthogonalizes each matrix of [batch, m, n] by torch's products, in the batch's dtype.
+at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch);
+
+namespace cpu {
+
+struct Matrix {
+  float* x;
+  int64_t rows;
+  int64_t cols;
+  int64_t ld;  // elements from one row to the next
+};
+
+// Returns how many floats of workspace a matrix of this shape needs.
+int64_t orthogonalize_workspace(const NewtonSchulz& ns, int64_t rows, int64_t cols);
+// Orthogonalizes a matrix in place, on all threads, or inside a parallel region on the calling one.
+void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspace);
+
+// The same for several matrices. Many small ones are shared out among the threads.
+int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Matrix>& matrices);
+void orthogonalize(const NewtonSchulz& ns, const std::vector<Matrix>& matrices, float* workspace);
+
+}  // namespace cpu
+}  // namespace torchopt_ext
