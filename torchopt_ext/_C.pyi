@@ -9,9 +9,9 @@ from torch import Tensor
 ACCUMULATOR_SIZE: int
 CONTROL_FIELDS: tuple[str, ...]
 
-def algorithms() -> dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+def algorithms() -> dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], bool]]:
     """Returns hyperparameters and states of each algorithm, in the order of the fields of Hyper and
-    State in state/algorithms.py."""
+    State in state/algorithms.py, and whether it steps matrices."""
 
 def check_hypers(algorithm: str, values: Sequence[float]) -> None:
     """Raises ValueError if a value, in the order of the declaration, is out of range."""
@@ -98,7 +98,7 @@ class OptimizerPlan:
         # name, number, part; place (state/storage.py); is_copy: the local parameter is the 16-bit
         # copy of an fp32 weight, which takes the master's position
         params: Sequence[tuple[Any, ...]],
-        algorithms: Sequence[str],  # by group
+        algorithms: Sequence[tuple[str, Sequence[Any], float, torch.dtype | None]],  # by group
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],

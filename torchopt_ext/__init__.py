@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchopt_ext import _library, ops  # _library first: it checks the compiled libraries
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedOptimizer, FusedSGD
 
 if TYPE_CHECKING:
     from torchopt_ext import containers, mixed_precision, zero
@@ -38,9 +38,10 @@ cmake_prefix_path: str = _library.cmake_prefix_path
 
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "FusedLion",
-    "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer", "cmake_prefix_path",
-    "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to", "mixed_precision",
-    "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device", "orthogonalize",
+    "FusedMuon", "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer",
+    "cmake_prefix_path", "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to",
+    "mixed_precision", "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device",
+    "orthogonalize",
     "param_groups", "zero",
 ]  # fmt: skip
 

@@ -176,7 +176,7 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
       if (tensor.memory[kGrad] == nullptr) {
         continue;
       }
-      const float step = step_of(tensor) += 1.0f;
+      const float step = work.options.counts_steps ? step_of(tensor) += 1.0f : step_of(tensor);
       if (scalars.empty() || scalars[current].group != tensor.group ||
           scalars[current].step != step) {
         const auto group = static_cast<size_t>(tensor.group);

@@ -115,7 +115,8 @@ template <class A, class L, bool kWhole, class Trace>
     } else {
       for (int k = 0; k < kQuantGroup; k += L::width) {
         const auto drawn = random_weights ? draws.of<L>(k) : typename L::Random{};
-        elements_at(group, k).store_weight(updated_at(k), mode, random_weights ? &drawn : nullptr);
+        store_updated<A>(elements_at(group, k), updated_at(k), mode,
+                         random_weights ? &drawn : nullptr);
       }
     }
     for (int k = 0; mode.write_back && k < kQuantGroup; k += L::width) {

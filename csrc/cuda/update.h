@@ -166,7 +166,9 @@ struct PrepareKernel : KernelOf<kUpdateThreads> {
     const ParamGroupArgs& group = groups.group[g];
     Hyper hyper = group.hyper;
     hyper.value[kLr] = ScalarLane<double>::mul(learning_rate(group), args.control->lr_factor);
-    step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
+    if (args.options.counts_steps) {
+      step_of(work) = ScalarLane<float>::add(step_of(work), 1.0f);
+    }
     const auto count = static_cast<int64_t>(step_of(work));
     const double factor = args.control->grad_factor;
     if (work.layout.param == DType::kFloat64) {

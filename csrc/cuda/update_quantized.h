@@ -134,7 +134,7 @@ struct QuantizedChunk {
     const QuantizedStep<A, L> formula(scalars);
     const ElementsAt<L> at = elements.at(L{}, i);
     const Moments<A, L> now = formula.averaged(at, decoding);
-    at.store_weight(formula.weights(at, decoding, now), elements.mode, draws);
+    store_updated<A>(at, formula.weights(at, decoding, now), elements.mode, draws);
     if (elements.mode.write_back) {
       at.store_scaled_gradient(at.gradient(), elements.scalars.grad_factor);
     }

@@ -84,7 +84,7 @@ struct Scalars {
   T grad_factor, l2, decay, step_size;
   T value[5];
   bool maximize, has_l2, has_decay, cautious;
-  bool flag[2];
+  bool flag[3];
 };
 
 // The scalars of one tensor's step in both compute types. Only the tensor's own type is used.
@@ -154,6 +154,10 @@ template <class L, class R = typename L::reg>
   return L::add(L::set1(T{1}), L::min(sign<L>(L::mul(sign<L>(d), p)), L::set1(T{0})));
 }
 
+// Whether the step of an algorithm writes the direction to kParam, and another step applies it.
+template <class A>
+inline constexpr bool kWritesDirection = requires { A::kWritesDirection; };
+
 // Updates one register of elements and makes NaNs canonical. The conditions depend only on scalars
 // and layouts, so the branch predictor makes them free.
 template <class A, class L, class R = typename L::reg>
@@ -167,6 +171,10 @@ template <class A, class L, class R = typename L::reg>
     g = L::add(g, L::mul(L::set1(s.l2), p));
   }
   const R d = A::template direction<L>(s, g, state, states);
+  if constexpr (kWritesDirection<A>) {
+    p = L::canonical(d);
+    return;
+  }
   R change = L::mul(L::set1(s.step_size), d);
   if (s.has_decay) {
     R decay = L::mul(L::set1(s.decay), p);

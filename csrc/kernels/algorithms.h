@@ -6,12 +6,13 @@
 
 #include "kernels/adam.h"
 #include "kernels/lion.h"
+#include "kernels/muon.h"
 #include "kernels/sgd.h"
 
 namespace torchopt_ext {
 namespace {
 
-using Algorithms = std::tuple<Adam, Lion, Sgd>;
+using Algorithms = std::tuple<Adam, Lion, Sgd, Muon>;
 constexpr int kAlgorithms = std::tuple_size_v<Algorithms>;
 
 template <class A, class... As>
@@ -44,12 +45,13 @@ struct Declaration {
   const char* name;
   std::span<const HyperSpec> hypers;
   std::span<const StateSpec> states;
+  bool writes_direction;
 };
 inline Declaration declaration_of(Algorithm algorithm) {
   Declaration declaration{};
   with_algorithm(algorithm, [&](auto a) {
     using A = decltype(a);
-    declaration = {A::kName, A::kHypers, A::kStates};
+    declaration = {A::kName, A::kHypers, A::kStates, kWritesDirection<A>};
   });
   return declaration;
 }

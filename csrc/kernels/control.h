@@ -42,6 +42,8 @@ struct Control {
   double decay_type;  // as DecayType
   double min_lr_factor;
   double schedule_generation;
+  // The number of matrices that the last step orthogonalized.
+  double orthogonalized;
 };
 inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
 
@@ -107,6 +109,7 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
   const double scale =
       grad_scale != nullptr ? static_cast<double>(*grad_scale) : control.loss_scale;
   control.grad_scale = scale;
+  control.orthogonalized = 0.0;
   const bool scaler_says_skip = found_inf != nullptr && *found_inf != 0.0f;
   control.grad_norm = L::div(L::sqrt(total), scale);
   control.clip_factor = 1.0;

@@ -54,7 +54,10 @@ struct QuantizedStep {
   };
   [[gnu::always_inline]] TORCHOPT_HD Updated
   updated(const ElementsAt<L>& at, const PerMoment<A, float>& group_decoding) const {
-    R p = at.weight();
+    R p{};
+    if constexpr (!kWritesDirection<A>) {
+      p = at.weight();
+    }
     R state[kMostStates] = {L::mul(at.lane.load_code(at.template address<int8_t>(kState)),
                                    L::set1(group_decoding.of[0]))};
     update_registers<A, L>(s, p, at.gradient(), state, 1);

@@ -139,6 +139,19 @@ struct ElementsAt {
   }
 };
 
+// Stores what update_registers() made of kParam: a weight, or a direction rounded to nearest.
+template <class A, class L, class Random>
+[[gnu::always_inline]] TORCHOPT_HD inline void store_updated(const ElementsAt<L>& at,
+                                                             typename L::reg p,
+                                                             const StepMode& mode,
+                                                             const Random* random) {
+  if constexpr (kWritesDirection<A>) {
+    at.store(at.layout.param, kParam, p);
+  } else {
+    at.store_weight(p, mode, random);
+  }
+}
+
 template <class A, class L, class Random>
 [[gnu::always_inline]] TORCHOPT_HD inline void update_elements(const ElementsAt<L>& at,
                                                                const Scalars<typename L::scalar>& s,
@@ -146,7 +159,10 @@ template <class A, class L, class Random>
                                                                const Random* random) {
   using R = typename L::reg;
   const Layout& layout = at.layout;
-  R p = at.weight();
+  R p{};
+  if constexpr (!kWritesDirection<A>) {
+    p = at.weight();
+  }
   const R g = at.gradient();
   R state[kMostStates] = {};
   for_each_state(
@@ -158,7 +174,7 @@ template <class A, class L, class Random>
       layout.states, [&](int k) __attribute__((always_inline)) {
         at.store(layout.state, state_array(k), state[k], random);
       });
-  at.store_weight(p, mode, random);
+  store_updated<A>(at, p, mode, random);
   if (mode.write_back) {
     at.store_scaled_gradient(g, s.grad_factor);
   }

@@ -54,7 +54,8 @@ struct StepOptions {
   bool write_back_gradients = false;  // also unscales and clips gradients in memory
   // Stores parameters that have an fp32 master past the caches. Only the CPU has such stores.
   bool past_caches = false;
-  uint32_t track = 0;  // the statistics of each chunk: Track (trace.h)
+  bool counts_steps = true;  // false: another work list of the same step advances the step counts
+  uint32_t track = 0;        // the statistics of each chunk: Track (trace.h)
   uint64_t rounding_seed = 0;
 };
 

@@ -1,7 +1,9 @@
-// Pass B: adam_, lion_, sgd_, one operator for each algorithm of kernels/algorithms.h. One step
-// over lists of tensors. Lists of optional states are empty without the state. Reads grad_factor,
-// lr_factor and skip from the control block. Does not write gradients. Overload tensor_lr: the same
-// with the learning rate in a one-element tensor, on the CPU or the parameters' device.
+// Pass B: adam_, lion_, sgd_, muon_, one operator for each algorithm of kernels/algorithms.h. One
+// step over lists of tensors. Lists of optional states are empty without the state. Reads
+// grad_factor, lr_factor and skip from the control block. Does not write gradients. Overload
+// tensor_lr: the same with the learning rate in a one-element tensor, on the CPU or the parameters'
+// device. muon_ also takes the coefficients of Newton-Schulz iterations, three a step, and a factor
+// of the learning rate for each parameter, a matrix.
 #include <sstream>
 
 #include "kernels/algorithms.h"
@@ -12,9 +14,34 @@
 namespace torchopt_ext {
 namespace {
 
+// The arguments of an operator that writes directions, besides those of every operator.
+struct MatrixArguments {
+  std::shared_ptr<NewtonSchulz> newton_schulz = std::make_shared<NewtonSchulz>();
+  std::vector<double> lr_scales;
+
+  void set_coefficients(const std::vector<double>& values) {
+    TORCH_CHECK_VALUE(values.size() % 3 == 0, "ns_coefficients has ", values.size(),
+                      " numbers, expected three for each step");
+    for (size_t i = 0; i < values.size(); i += 3) {
+      newton_schulz->coefficients.push_back({values[i], values[i + 1], values[i + 2]});
+    }
+  }
+  Orthogonalization of(const at::Tensor& param, size_t i) const {
+    TORCH_CHECK(param.dim() == 2 && param.is_contiguous(), Label{"parameter", i}, " has shape ",
+                param.sizes(), " and strides ", param.strides(), ", expected a contiguous matrix");
+    TORCH_CHECK(i < lr_scales.size(), "got ", lr_scales.size(),
+                " lr_scales, expected one for each "
+                "parameter");
+    const int64_t rows = param.size(0);
+    const int64_t cols = param.size(1);
+    return {newton_schulz, std::nullopt, {{0, rows, cols, cols, lr_scales[i]}}};
+  }
+};
+
 // Lists: parameters, gradients, the states, step counts. Then control and hyperparameters.
 void update_(Algorithm algorithm, const std::vector<std::vector<at::Tensor>>& lists,
-             const at::Tensor& control, const Hyper& hyper, const at::Tensor& lr) {
+             const at::Tensor& control, const Hyper& hyper, const at::Tensor& lr,
+             const MatrixArguments& matrices) {
   const Declaration declaration = declaration_of(algorithm);
   check_control(control);
   if (lr.defined()) {
@@ -50,6 +77,9 @@ void update_(Algorithm algorithm, const std::vector<std::vector<at::Tensor>>& li
     check_supported(params[i], Label{"parameter", i});
     check_dense(params[i], Label{"parameter", i});
     check_supported(grads[i], Label{"gradient", i});
+    if (declaration.writes_direction) {
+      entry.orthogonalization = matrices.of(params[i], i);
+    }
   }
   StepPlan plan(entries, control.device(), {}, grads);
   for (size_t i = 0; i < n; ++i) {
@@ -81,7 +111,13 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     ++i;
   }
-  update_(kNumberOf<A>, lists, control, hyper, lr);
+  MatrixArguments matrices;
+  if constexpr (kWritesDirection<A>) {
+    matrices.set_coefficients(arguments[at++].toDoubleVector());
+    matrices.newton_schulz->eps = arguments[at++].toDouble();
+    matrices.lr_scales = arguments[at].toDoubleVector();
+  }
+  update_(kNumberOf<A>, lists, control, hyper, lr, matrices);
   torch::jit::drop(*stack, n);
 }
 
@@ -102,6 +138,9 @@ std::string schema(const char* lr) {
         text << ", float " << spec.name << "=" << spec.usual;
       }
     }
+  }
+  if constexpr (kWritesDirection<A>) {
+    text << ", float[] ns_coefficients, float eps=1e-07, float[] lr_scales";
   }
   text << ") -> ()";
   return text.str();

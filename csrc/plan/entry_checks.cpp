@@ -78,6 +78,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   }
   const at::Tensor& dense = records_[i].non_dense ? non_dense_[i].copy : param;
   check_states(i, tensors, dense);
+  check_matrices(i, dense);
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
   }
@@ -164,6 +165,27 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
                 scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
                 ", expected contiguous float32", at::IntArrayRef(scale_shape), " on ", device_);
   }
+}
+
+void StepPlan::check_matrices(size_t i, const at::Tensor& dense) const {
+  if (!declaration_of(names_[i].algorithm).writes_direction) {
+    return;
+  }
+  const Label param_what = what(kParam, i);
+  TORCH_CHECK(!dense.is_complex(), param_what, " is complex; Muon needs real matrices");
+  const auto found = orthogonalized_.find(i);
+  TORCH_CHECK(found != orthogonalized_.end(), param_what, " has no matrices");
+  int64_t elements = 0;
+  for (const auto& [first, rows, cols, stride, lr_scale] : found->second.matrices) {
+    const bool fits = first >= 0 && rows >= 0 && cols >= 0 && stride >= cols &&
+                      (rows == 0 || first + (rows - 1) * stride + cols <= dense.numel());
+    TORCH_CHECK(fits && lr_scale > 0.0, param_what, " of ", dense.numel(),
+                " elements has a matrix ", rows, " x ", cols, " from element ", first,
+                " on, at a stride of ", stride, ", with a learning rate times ", lr_scale);
+    elements += rows * cols;
+  }
+  TORCH_CHECK(elements == dense.numel(), param_what, " has ", dense.numel(),
+              " elements, its matrices ", elements);
 }
 
 void StepPlan::set_kind(size_t i) {

@@ -97,6 +97,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     work.layout.grad = dtype_of(gradient);
     set_kind(i);
     work_.device_tables.reset();
+    orthogonal_.reset();
   }
   // An empty gradient may have no memory, but its parameter is stepped: its step count advances.
   static constexpr char kEmptyGradient = 0;
@@ -201,7 +202,12 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
       non_dense.copy.copy_(non_dense.param.detach());
     }
   }
-  passes_on(device_).update(work_, groups, control, traces_);
+  if (orthogonalized_.empty()) {
+    passes_on(device_).update(work_, groups, control, traces_);
+  } else {
+    prepare();
+    orthogonal_->update(work_, groups, control, traces_);
+  }
   for (auto& [i, non_dense] : non_dense_) {
     if (non_dense.param.defined()) {
       // end_update() counts the change. copy_() would raise for a tensor made in inference mode.

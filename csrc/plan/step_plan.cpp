@@ -24,6 +24,15 @@ Shape scale_shape(const Shape& param) {
 
 }  // namespace
 
+Traces new_traces(const WorkList& work, at::Device device) {
+  const auto on_device = at::TensorOptions().device(device);
+  const auto chunks = static_cast<int64_t>(work.chunks.size());
+  const auto n = static_cast<int64_t>(work.tensors.size());
+  return {at::zeros({chunks, 3}, on_device.dtype(at::kLong)),
+          at::zeros({n, 2}, on_device.dtype(at::kDouble)),
+          at::zeros({n}, on_device.dtype(at::kLong))};
+}
+
 StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options,
                    at::TensorList read)
     : records_(entries.size()),
@@ -38,6 +47,9 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
     names_.push_back({entry.name, entry.position, entry.algorithm});
     if (entry.copied) {
       copied_.push_back(i);
+    }
+    if (!entry.orthogonalization.matrices.empty()) {
+      orthogonalized_.emplace(i, entry.orthogonalization);
     }
     TensorWork& work = work_.tensors[i];
     work.group = entry.group;
@@ -105,13 +117,9 @@ void StepPlan::split_into_chunks() {
   shares_version_.clear();
   checked_gradients_.clear();
   work_.split_into_chunks();
+  orthogonal_.reset();
   if (work_.options.track != 0) {
-    const auto on_device = at::TensorOptions().device(device_);
-    const auto n = static_cast<int64_t>(size());
-    traces_.chunks =
-        at::zeros({static_cast<int64_t>(work_.chunks.size()), 3}, on_device.dtype(at::kLong));
-    traces_.norms = at::zeros({n, 2}, on_device.dtype(at::kDouble));
-    traces_.lost = at::zeros({n}, on_device.dtype(at::kLong));
+    traces_ = new_traces(work_, device_);
   }
 }
 
@@ -155,10 +163,27 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
           (tensor.defined() ? tensor.dtype() : caffe2::TypeMeta()) == records_[i].type[array],
           what(array, i), " is of another dtype, which decides what state it needs");
     }
+    TORCH_CHECK(!orthogonalized_.contains(i), what(kParam, i),
+                " is other memory, in which its matrices may lie otherwise");
     check_entry(i, tensors);
   }
   check_overlap({});
   split_into_chunks();
+}
+
+void StepPlan::prepare() {
+  if (orthogonalized_.empty()) {
+    passes_on(device_).prepare(work_, device_);
+    return;
+  }
+  if (orthogonal_ == nullptr) {
+    std::vector<const Orthogonalization*> how(size());
+    for (const auto& [i, orthogonalization] : orthogonalized_) {
+      how[i] = &orthogonalization;
+    }
+    orthogonal_ = std::make_unique<OrthogonalUpdate>(work_, how, device_);
+  }
+  orthogonal_->prepare();
 }
 
 void StepPlan::prefetch(size_t i) const {

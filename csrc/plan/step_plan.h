@@ -15,6 +15,7 @@
 
 #include "kernels/algorithms.h"
 #include "plan/for_each_entry.h"
+#include "plan/orthogonal_update.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
@@ -51,6 +52,7 @@ class StepPlan {
     std::string name;     // for messages; may be empty
     size_t position = 0;  // for messages: index in the caller's list
     Place place;
+    Orthogonalization orthogonalization;  // of an algorithm that writes directions
   };
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
@@ -104,7 +106,7 @@ class StepPlan {
   void release();
 
   // Allocates what update() needs on the device.
-  void prepare() const { passes_on(device_).prepare(work_, device_); }
+  void prepare();
 
   // Runs pass A.
   void accumulate(const at::Tensor& accumulator, bool normalize);
@@ -116,9 +118,12 @@ class StepPlan {
   const at::Tensor& gradient(size_t i) const { return gradients_[i]; }
   int64_t gradients_copied() const { return gradients_copied_; }
   const Traces& traces() const { return traces_; }
+  bool orthogonalizes() const { return !orthogonalized_.empty(); }
   bool has_copies() const { return !copied_.empty(); }
   // Whether a step on the CPU takes no longer than Python lets a thread run, 5 ms by default.
-  bool is_short() const { return device_.is_cpu() && work_.cumulative.back() <= 16 << 20; }
+  bool is_short() const {
+    return device_.is_cpu() && !orthogonalizes() && work_.cumulative.back() <= 16 << 20;
+  }
 
  private:
   // What the last checks recorded of an entry besides its TensorWork. A step reads all of them.
@@ -161,6 +166,7 @@ class StepPlan {
   Label what(size_t array, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
+  void check_matrices(size_t i, const at::Tensor& dense) const;
   void check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_overlap(at::TensorList gradients) const;
   void set_kind(size_t i);
@@ -182,6 +188,8 @@ class StepPlan {
   std::unordered_map<size_t, NonDense> non_dense_;  // by entry
   std::vector<size_t> copied_;                      // entries with Entry::copied, ascending
   std::vector<Name> names_;
+  std::unordered_map<size_t, Orthogonalization> orthogonalized_;  // by entry
+  std::unique_ptr<OrthogonalUpdate> orthogonal_;  // of the work list as it is, if it was prepared
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;

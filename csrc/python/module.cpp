@@ -51,7 +51,8 @@ constexpr std::pair<const char*, double Control::*> kControlFields[kControlSize]
     {"decay_steps", &Control::decay_steps},
     {"decay_type", &Control::decay_type},
     {"min_lr_factor", &Control::min_lr_factor},
-    {"schedule_generation", &Control::schedule_generation}};
+    {"schedule_generation", &Control::schedule_generation},
+    {"orthogonalized", &Control::orthogonalized}};
 static_assert([] {
   Control numbered{};
   std::array<double, kControlSize> expected{};
@@ -98,14 +99,18 @@ py::dict algorithms() {
     for (const StateSpec& state : declaration.states) {
       states.append(py::make_tuple(state.name, state.when, state.is_moment, state.as_root));
     }
-    all[declaration.name] = py::make_tuple(hypers, states);
+    all[declaration.name] = py::make_tuple(hypers, states, declaration.writes_direction);
   }
   return all;
 }
 
+// OptimizerPlan::GroupAlgorithm with the algorithm's name.
+using NamedAlgorithm = std::tuple<std::string, std::vector<std::array<double, 3>>, double,
+                                  std::optional<at::ScalarType>>;
+
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<OptimizerPlan::Param>& params,
-                                         const std::vector<std::string>& algorithm_names,
+                                         const std::vector<NamedAlgorithm>& named,
                                          const std::vector<at::Device>& part_devices,
                                          const py::list& idle, const py::object& local_gradients,
                                          bool stochastic_rounding, uint64_t rounding_seed,
@@ -114,8 +119,10 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                             .write_back_gradients = write_back_gradients,
                             .track = track,
                             .rounding_seed = rounding_seed};
-  std::vector<Algorithm> algorithms;
-  std::ranges::transform(algorithm_names, std::back_inserter(algorithms), algorithm_named);
+  std::vector<OptimizerPlan::GroupAlgorithm> algorithms;
+  for (const auto& [name, coefficients, eps, dtype] : named) {
+    algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype);
+  }
   return std::make_unique<OptimizerPlan>(param_groups, state, params, algorithms, part_devices,
                                          idle, local_gradients, options);
 }

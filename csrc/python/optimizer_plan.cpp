@@ -107,22 +107,31 @@ GroupHyper read_group(py::handle group, Algorithm algorithm, at::Device device,
 
 OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state,
                              const std::vector<Param>& params,
-                             const std::vector<Algorithm>& algorithms,
+                             const std::vector<GroupAlgorithm>& algorithms,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
                              py::object local_gradients, const StepOptions& options)
-    : snapshot_(param_groups, state),
-      algorithms_(algorithms),
-      local_gradients_(std::move(local_gradients)) {
+    : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
+  std::vector<std::shared_ptr<const NewtonSchulz>> newton_schulz;
+  for (const auto& [algorithm, coefficients, eps, dtype] : algorithms) {
+    algorithms_.push_back(algorithm);
+    newton_schulz.push_back(std::make_shared<NewtonSchulz>(coefficients, eps));
+  }
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
   std::vector<std::vector<Followed>> followed(part_devices.size());
   std::vector<std::vector<int64_t>> positions(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto& [held, local, group, name, number, part, place, copied] = params[i];
+    const auto& [held, local, group, name, number, part, place, copied, matrices] = params[i];
     const auto& [index, first_element, run, stride, rows, gap] = place;
     StepPlan::Entry entry;
     entry.group = group;
-    entry.algorithm = algorithms.at(static_cast<size_t>(group));
+    entry.algorithm = algorithms_.at(static_cast<size_t>(group));
+    entry.orthogonalization = {newton_schulz[static_cast<size_t>(group)],
+                               std::get<3>(algorithms[static_cast<size_t>(group)]),
+                               {}};
+    for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
+      entry.orthogonalization.matrices.push_back({first, rows, cols, stride, lr_scale});
+    }
     entry.name = name;
     entry.position = number;
     entry.place = {index, first_element, run, stride, rows, gap};

@@ -39,15 +39,20 @@ class OptimizerPlan {
   // None where absent: the objects in groups and state (DTensors, wrapper subclasses, or the local
   // tensors themselves), and their local tensors. Then its group, its name and its number for
   // messages, its part (parameters of a part share a device and the ranks that sum their norm),
-  // StepPlan::Place and Entry::copied.
+  // StepPlan::Place, Entry::copied, and the fields of its matrices if it is orthogonalized.
   using Param = std::tuple<Objects, Objects, int32_t, std::string, size_t, size_t,
-                           std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool>;
+                           std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool,
+                           std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>>;
+  // A group's algorithm and, if it writes directions, the coefficients of Newton-Schulz iterations,
+  // eps and the dtype of the products.
+  using GroupAlgorithm = std::tuple<Algorithm, std::vector<std::array<double, 3>>, double,
+                                    std::optional<at::ScalarType>>;
 
   // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
   // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or
   // incomplete, and other wrapper subclasses. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
-                const std::vector<Param>& params, const std::vector<Algorithm>& algorithms,
+                const std::vector<Param>& params, const std::vector<GroupAlgorithm>& algorithms,
                 const std::vector<at::Device>& part_devices, const pybind11::list& idle,
                 pybind11::object local_gradients, const StepOptions& options);
 

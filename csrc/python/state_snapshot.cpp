@@ -43,6 +43,15 @@ const std::vector<PyObject*> kDeciding = [] {
   return all;
 }();
 
+// The keys of a group that decide how directions are orthogonalized (torchopt_ext/optim/muon.py).
+const std::vector<PyObject*> kSettings = [] {
+  std::vector<PyObject*> all;
+  std::ranges::transform(std::array{"ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "flatten",
+                                    "num_heads", "head_dim", "split_sizes", "orthogonalize_dtype"},
+                         std::back_inserter(all), interned);
+  return all;
+}();
+
 // Returns the index of a name in kNames; their number if a step does not read the entry.
 size_t index_of(PyObject* name) {
   auto at = std::ranges::find(kNames, name);
@@ -93,6 +102,13 @@ bool walk_groups(const py::list& param_groups, Visit&& visit) {
         return false;
       }
     }
+    if (PyDict_GetItem(group.ptr(), kSettings.front()) != nullptr) {
+      for (PyObject* key : kSettings) {
+        if (!visit(PyDict_GetItem(group.ptr(), key))) {
+          return false;
+        }
+      }
+    }
     PyObject* params = PyDict_GetItemString(group.ptr(), "params");
     if (params == nullptr || !(PyList_Check(params) || PyTuple_Check(params))) {
       return false;
@@ -114,6 +130,11 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
     in_groups_.push_back(pointer);
     return true;
   });
+  for (const py::handle group : param_groups) {
+    for (PyObject* key : kSettings) {
+      settings_.push_back(py::reinterpret_borrow<py::object>(PyDict_GetItem(group.ptr(), key)));
+    }
+  }
   for (const auto& [param, entry] : state) {
     entries_.push_back({param.ptr(), entry.ptr(), version_of(entry.ptr())});
     values_.push_back(values_of(entry.ptr()));

@@ -44,6 +44,7 @@ class StateSnapshot {
 
   uint64_t state_version_ = 0;
   std::vector<const void*> in_groups_;
+  std::vector<pybind11::object> settings_;  // owned: another value must not get the address of one
   std::vector<Entry> entries_;
   std::vector<Values> values_;  // by entry; beside the entries, which a step mostly reads alone
 };

@@ -25,6 +25,9 @@ struct Traces {
   at::Tensor lost;    // int64[tensors]: lost updates
 };
 
+// Returns traces for the tensors and chunks of a list.
+Traces new_traces(const WorkList& work, at::Device device);
+
 // The functions of a back end: one call for all tensors. A CUDA function waits for the
 // device only in the first upload of a plan while a graph is captured.
 struct Passes {

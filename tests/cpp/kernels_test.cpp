@@ -46,6 +46,9 @@ TEST_P(Every, SameBitsHoweverAStepIsMade) {
   int variant = 0;
   for (Case c : every_way_to_hold()) {
     c.algorithm = Algorithm{GetParam()};
+    if (declaration_of(c.algorithm).writes_direction && c.layout.master != Master::kNone) {
+      continue;  // a direction has no master
+    }
     const uint32_t required = required_states(c.algorithm);
     const uint32_t all_states = states_that(c.algorithm, [](const StateSpec&) { return true; });
     const uint32_t moments =

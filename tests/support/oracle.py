@@ -1,7 +1,7 @@
 """docs/numerics.md in numpy: steps, storage, random draws, digest, loss scale and schedule.
 
-Nothing here calls the library, so that a test against it can fail. numpy's operations round
-correctly and never fuse, so that one operation at a time gives the specified bits.
+Nothing here calls the library, except Muon's, so that a test against it can fail. numpy's
+operations round correctly and never fuse, so that one operation at a time gives the specified bits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,28 @@ def sgd(group: Mapping[str, Any], count: int, g: Array, states: list[Array]) -> 
     return group["lr"], g + t(momentum) * states[0] if group.get("nesterov") else states[0]
 
 
-DIRECTIONS = {"adam": adam, "adamw": adam, "lion": lion, "sgd": sgd}
+def muon(
+    group: Mapping[str, Any], count: int, g: Array, states: list[Array]
+) -> tuple[float, Array]:
+    """The direction is orthogonalized by the library, in float32, which tests of its own check."""
+    mu, t = group["momentum"], g.dtype.type
+    m = states[0] = average(states[0], g, mu)
+    if group["nesterov"]:
+        from_g = m - g
+        m = g + t(mu) * from_g if mu < 0.5 else m - t(1 - mu) * from_g
+    if not g.size:
+        return group["lr"], g
+    rows, cols = g.shape[-2:]
+    flat = [value for _ in range(group["ns_steps"]) for value in group["ns_coefficients"]]
+    o = torch.ops.torchopt_ext.orthogonalize(torch.from_numpy(m).float(), flat, group["eps"])
+    scale = {
+        None: math.sqrt(max(1, rows / cols)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+    }[group["adjust_lr_fn"]]
+    return group["lr"] * scale, o.to(torch.from_numpy(m).dtype).numpy()
+
+
+DIRECTIONS = {"adam": adam, "adamw": adam, "lion": lion, "sgd": sgd, "muon": muon}
 
 
 def step(
@@ -95,7 +116,7 @@ def step(
     with np.errstate(all="ignore"):
         p, g, *held = (x.detach().to(wide).numpy() for x in (param, grad, *states))
         t = p.dtype.type
-        decoupled = group.get("decoupled_weight_decay", algorithm in ("adamw", "lion"))
+        decoupled = group.get("decoupled_weight_decay", algorithm in ("adamw", "lion", "muon"))
         decay = group["lr"] * group.get("weight_decay", 0.0) if decoupled else 0.0
         if peak := group.get("decay_follows_lr"):
             decay = decay * (group["lr"] / peak)

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
+from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
 from torchopt_ext.state.algorithms import ALGORITHMS
 
 from .problems import SHAPES, make_params
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-OURS = {"Adam": FusedAdam, "AdamW": FusedAdamW, "Lion": FusedLion, "SGD": FusedSGD}
+OURS = {
+    "Adam": FusedAdam, "AdamW": FusedAdamW, "Lion": FusedLion, "SGD": FusedSGD, "Muon": FusedMuon,
+}  # fmt: skip
 TORCH = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 MASTER_ENTRY = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "remainder8"}
 """The entry in a parameter's state for each value of ``master_weights``."""
@@ -46,7 +48,12 @@ class Way:
         shapes: Iterable[tuple[int, ...]] = SHAPES,
         **more: Any,
     ) -> tuple[list[nn.Parameter], Any]:
-        """Returns parameters, by default new ones, and an optimizer of a class of ``KINDS``."""
+        """Returns parameters, by default new ones, and an optimizer of a class of ``KINDS``.
+
+        Muon gets those of the shapes that are matrices.
+        """
+        if name.startswith("Muon"):
+            shapes = [shape for shape in shapes if len(shape) > 1]
         params = make_params(shapes, self.dtype) if params is None else list(params)
         cls, options = KINDS[name]
         return params, cls(params, **options | self.options | more)

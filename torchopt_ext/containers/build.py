@@ -14,7 +14,7 @@ from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.fault_tolerant import FTOptimizersContainer
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedOptimizer, FusedSGD
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
 from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
@@ -23,13 +23,18 @@ from torchopt_ext.state.storage import SIXTEEN_BIT
 logger = logging.getLogger(__name__)
 
 FUSED: dict[str, type[FusedOptimizer]] = {
-    cls.__name__.removeprefix("Fused"): cls for cls in (FusedAdam, FusedAdamW, FusedLion, FusedSGD)
+    cls.__name__.removeprefix("Fused"): cls
+    for cls in (FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD)
 }
 _TORCH: dict[str, type[Optimizer]] = {
-    name: getattr(torch.optim, name) for name in FUSED if hasattr(torch.optim, name)
+    name: getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD")
 }
 _PRESET = {"lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 """The defaults of torchtitan's section, which are for Adam. Other algorithms have their own."""
+_OF_ADAMW = ("beta1", "beta2", "eps")
+"""Hyperparameters of AdamW's groups beside Muon's."""
+_MATRICES = {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "jordan", "ns_steps": 5}
+"""Settings of Muon in configurations, and their defaults there."""
 _UNCONFIGURED = ("decoupled_weight_decay", "bias_correction")
 
 
@@ -159,7 +164,8 @@ def common_arguments(config: Any) -> dict[str, Any]:
     """Returns a configuration's hyperparameters, which torch's class shares with the fused one.
 
     Those that it lacks, or has as None, have torchtitan's defaults for Adam, and otherwise those of
-    the algorithm. The learning rate is always among them.
+    the algorithm. The learning rate is always among them. Muon's is by default that of Adam, which
+    its other groups share, as is ``adjust_lr_fn``; what is 0 or False has Muon's default.
 
     Raises:
         ValueError: a hyperparameter is set that the algorithm does not have.
@@ -167,10 +173,12 @@ def common_arguments(config: Any) -> dict[str, Any]:
     algorithm = algorithm_of({"algorithm": config.name.lower()})
     names = {hyper.name for hyper in algorithm.hypers}
     every = {hyper.name for each in ALGORITHMS.values() for hyper in each.hypers}
+    matrices = algorithm.steps_matrices
     values = _PRESET if algorithm is ADAM else {"lr": algorithm.defaults["lr"]}
-    for name in sorted(every.difference(_UNCONFIGURED)):
+    values = {name: _PRESET[name] for name in ("lr", "weight_decay")} if matrices else values
+    for name in sorted(every.difference(_UNCONFIGURED, _OF_ADAMW if matrices else ())):
         value = getattr(config, name, None)
-        if value is None or (name in DECAY and not value):
+        if value is None or ((matrices or name in DECAY) and not value):
             continue
         if name not in names and value and value != _PRESET.get(name):
             raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
@@ -180,15 +188,29 @@ def common_arguments(config: Any) -> dict[str, Any]:
         if hyper.name in values:
             value, held = values[hyper.name], arguments.get(hyper.key, ())
             arguments[hyper.key] = value if hyper.index < 0 else (*held, value)
+    for name, default in _MATRICES.items():
+        value = getattr(config, name, None)
+        if matrices and (value not in (None, default) or name == "adjust_lr_fn"):
+            arguments[name] = value or default
+        elif value not in (None, default):
+            raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
     return arguments
 
 
 def choice_of_params(config: Any) -> dict[str, Any]:
     """Returns a configuration's arguments of containers that choose among parameters."""
-    return {
+    choice = {
         "no_decay": getattr(config, "no_decay", ()),
         "lr_multipliers": getattr(config, "lr_multipliers", None),
+        "muon": getattr(config, "muon", ()),
+        "adamw": getattr(config, "adamw", ()),
     }
+    if algorithm_of({"algorithm": config.name.lower()}).steps_matrices:
+        found = {name: getattr(config, name, None) for name in _OF_ADAMW}
+        read = {k: _PRESET[k] if v is None else v for k, v in found.items()}
+        betas = read["beta1"], read["beta2"]
+        choice["adamw_options"] = {"betas": betas, "eps": read["eps"]}
+    return choice
 
 
 def fused_options(config: Any) -> dict[str, Any]:

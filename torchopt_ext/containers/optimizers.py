@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_schedulers
-from torchopt_ext.optim import FusedOptimizer, fused_step
+from torchopt_ext.optim import FusedMuon, FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.embeddings import embeddings_of
+from torchopt_ext.optim.embeddings import embeddings_among, embeddings_of
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
@@ -30,6 +30,7 @@ from torchopt_ext.optim.hooks import (
     with_own_hooks,
 )
 from torchopt_ext.optim.joint import has_own_step
+from torchopt_ext.optim.muon_routing import keys_by_route
 from torchopt_ext.state.entries import BY_NAME, unwrapped
 from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
@@ -63,6 +64,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         optimizer_kwargs: the class's arguments, the same for every part.
         no_decay, lr_multipliers: as for :func:`torchopt_ext.param_groups`, here without effect by
             default. Patterns are searched for in the names of all parts' parameters.
+        muon, adamw, adamw_options: as for :func:`torchopt_ext.muon_groups`, if the class is
+            FusedMuon or `optimizer_kwargs` has the algorithm "muon".
         partial: other ranks have other parts, in which patterns may be found, as with a
             `process_group`.
         compat: "torchtitan" makes `state_dict()` before the first step create the state as
@@ -91,6 +94,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         *,
         no_decay: Sequence[str] = (),
         lr_multipliers: Mapping[str, float] | None = None,
+        muon: Sequence[str] = (),
+        adamw: Sequence[str] = (),
+        adamw_options: Mapping[str, Any] | None = None,
         partial: bool = False,
         compat: str | None = None,
     ) -> None:
@@ -108,10 +114,18 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             raise ValueError("lr_multipliers needs lr, the learning rate that they multiply")
         if no_decay or lr_multipliers:
             chosen = choices(model_parts, no_decay, lr_multipliers, partial=partial)
-        self.optimizers = [
-            optimizer_cls(in_groups(share, chosen, lr), **own_fp32_moments(arguments, share))
-            for share in chain(*shares)
-        ]
+        keys = None
+        if steps_matrices(optimizer_cls, arguments):
+            keys = keys_by_route(model_parts, muon, adamw, adamw_options or {}, partial=partial)
+        elif muon or adamw or adamw_options:
+            raise ValueError("muon, adamw and adamw_options have no effect without FusedMuon")
+        with embeddings_among(module for part in model_parts for module in part.modules()):
+            self.optimizers = [
+                optimizer_cls(
+                    in_groups(share, chosen, lr, keys), **own_fp32_moments(arguments, share)
+                )
+                for share in chain(*shares)
+            ]
         self._validate_length(sum(self._sizes))
         self._post_init([*chain(*params)], optimizer_kwargs)
         self._first, self._built = self._first_param(), True
@@ -450,6 +464,13 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
     if not isinstance(chosen, frozenset):
         return arguments
     return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
+
+
+def steps_matrices(optimizer_cls: Any, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a class with these arguments steps groups by Muon that say nothing else."""
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedOptimizer)):
+        return False
+    return issubclass(optimizer_cls, FusedMuon) or arguments.get("algorithm") == "muon"
 
 
 def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:

@@ -64,12 +64,22 @@ class Optimizer:
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
     """Factors of the learning rate by pattern of names; the first match decides."""
+    muon: list[str] = field(default_factory=list)
+    """Patterns of names of matrices that Muon steps, although AdamW would."""
+    adamw: list[str] = field(default_factory=list)
+    """Patterns of names of matrices that AdamW steps, although Muon would."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "match_rms_adamw"
+    """Muon's factor of the learning rate by shape."""
+    ns_coefficients: Literal["jordan", "polar_express", "quintic", "deepseek_v4", "cans"] = "jordan"
+    """Coefficients of Muon's Newton-Schulz iterations."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations, where they may be chosen."""
     track: list[str] = field(default_factory=list)  # torchtitan reads other lists without commas
     """Values to record for each parameter: norms, lost_updates."""
     amsgrad: bool = False
     """As in torch.optim.AdamW."""
     momentum: float = 0.0
-    """As in torch.optim.SGD."""
+    """As in torch.optim.SGD; Muon: 0 means 0.95."""
     dampening: float = 0.0
     """As in torch.optim.SGD."""
     nesterov: bool = False

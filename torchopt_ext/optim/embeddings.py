@@ -1,7 +1,9 @@
 """Finds the weights of embeddings: a parameter does not know its module."""
 
 import gc
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +16,19 @@ def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
     modules = (module for module in objects if issubclass(type(module), EMBEDDING_CLASSES))
     weights = (vars(module).get("_parameters", {}).get("weight") for module in modules)
     return {weight for weight in weights if weight is not None}
+
+
+_known: ContextVar[Collection[Tensor] | None] = ContextVar("embeddings", default=None)
+
+
+@contextmanager
+def embeddings_among(modules: Iterable[Any]) -> Iterator[None]:
+    """Lets :func:`reject_embeddings` look at these modules only, instead of at all objects."""
+    token = _known.set(embeddings_of(modules))
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def reject_embeddings(
@@ -33,6 +48,8 @@ def reject_embeddings(
         ValueError: the group has such a weight; the message names it.
     """
     params = group["params"]
+    if embeddings is None:
+        embeddings = _known.get()
     if embeddings is None:
         embeddings = embeddings_of(gc.get_objects())
     known = set(embeddings)

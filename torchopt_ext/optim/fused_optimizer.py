@@ -14,6 +14,7 @@ from torch import Tensor
 from torchopt_ext._arguments import having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
+from torchopt_ext.optim.embeddings import reject_embeddings
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
@@ -32,7 +33,8 @@ from torchopt_ext.state.algorithms import (
 from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
 from torchopt_ext.state.local import local_tensor, mesh_groups
-from torchopt_ext.state.masters import refresh_master, set_weight
+from torchopt_ext.state.masters import refresh_master, scale_weight, set_weight
+from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
 from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
@@ -52,10 +54,10 @@ from torchopt_ext.statedict.weights import read_weights
 class FusedOptimizer(HookedStep, PlannedStep):
     """An optimizer of param groups that may have different algorithms, with one norm and decision.
 
-    A group's ``"algorithm"`` is "adamw", "adam", "lion" or "sgd". FusedAdamW, FusedAdam, FusedLion
-    and FusedSGD are this class with other defaults. Groups of the optimizer's own algorithm have
-    its hyperparameters by default. Other groups have the defaults of their algorithm, and the
-    optimizer's ``lr``, ``weight_decay`` and ``maximize``.
+    A group's ``"algorithm"`` is "adamw", "adam", "lion", "sgd" or "muon". FusedAdamW, FusedAdam,
+    FusedLion, FusedSGD and FusedMuon are this class with other defaults. Groups of the optimizer's
+    own algorithm have its hyperparameters by default. Other groups have the defaults of their
+    algorithm, and the optimizer's ``lr``, ``weight_decay`` and ``maximize``.
 
     Args:
         params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
@@ -127,7 +129,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         defaults = defaults_of(group["algorithm"])
         if algorithm_of(group) is algorithm_of(self.defaults):  # adam and adamw
             return self.defaults | {"decoupled_weight_decay": defaults["decoupled_weight_decay"]}
-        return defaults | {key: self.defaults[key] for key in SHARED}
+        return defaults | {key: self.defaults[key] for key in SHARED if key in self.defaults}
 
     def _reject_groups_of_another(self, groups: Any) -> None:
         """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
@@ -246,10 +248,14 @@ class FusedOptimizer(HookedStep, PlannedStep):
                 f"{type(self).__name__} is always fused and not differentiable; got {asked}. "
                 f"Use torch.optim for the other implementations."
             )
+        if algorithm_of(group).steps_matrices:
+            reject_embeddings(group)
         first = sum(len(before["params"]) for before in self.param_groups[:-1])
         for number, (name, param) in enumerate(named, first):
             if param.requires_grad:  # a frozen parameter is checked with its first gradient
                 self._check_param(param, name or number)
+                if algorithm_of(group).steps_matrices:
+                    matrices_of(group, param, name or number)
         if warning := self._passed_over(group["params"]):
             warnings.warn(warning, stacklevel=2)
 
@@ -455,6 +461,28 @@ class FusedOptimizer(HookedStep, PlannedStep):
         for _, param in named:
             refresh_master(param, self.state.get(param, {}))
         self._mark_weights(param for _, param in named)
+
+    @torch.no_grad()
+    def scale_(self, param: Tensor | str, factors: Tensor) -> None:
+        """Multiplies equal blocks of rows of a weight, such as heads, by a factor each.
+
+        The master weight or remainder keeps every bit of the product. For QK-clip (MuonClip,
+        arXiv:2507.20534).
+
+        Args:
+            param: a parameter of this optimizer or, if it was given names, a name.
+            factors: shape [n], where n divides the parameter's first dimension.
+
+        Raises:
+            ValueError: there is no such parameter, or n does not divide its rows.
+        """
+        for name, own in named_params(self):
+            if own is param or (isinstance(param, str) and name == param):
+                scale_weight(own, self.state.get(own, {}), factors, self._storage)
+                self._mark_weights([own])
+                return
+        what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
+        raise ValueError(f"{type(self).__name__} has no parameter {what}")
 
     def keeps_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master weight or a remainder."""

@@ -135,13 +135,22 @@ def choices(
 
 
 def in_groups(
-    params: Sequence[nn.Parameter], chosen: Mapping[nn.Parameter, Choice], lr: Any
+    params: Sequence[nn.Parameter],
+    chosen: Mapping[nn.Parameter, Choice],
+    lr: Any,
+    keys: Mapping[nn.Parameter, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns param groups with what differs from the optimizer's arguments, or one empty group."""
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    """Returns param groups with what differs from the optimizer's arguments, or one empty group.
+
+    Args:
+        keys: further keys of a parameter's group, with hashable values.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
     for param in params:
         _, spared, factor = chosen.get(param, _NOTHING_CHOSEN)
-        group = groups.setdefault((spared, factor), {"params": []})
+        further = {} if keys is None else keys.get(param, {})
+        key = (spared, factor, *further.items())
+        group = groups.setdefault(key, {"params": [], **further})
         group["params"].append(param)
         if spared:
             group["weight_decay"] = 0.0

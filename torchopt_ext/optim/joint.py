@@ -40,6 +40,8 @@ def can_join(optimizer: Any) -> TypeGuard[FusedOptimizer]:
         has_own_step(optimizer)
         and not optimizer._options.track  # telemetry reads the optimizer's own plan
         and [len(group["params"]) for group in optimizer.param_groups] == [1]
+        # The call costs little beside the products, and control counts the optimizer's matrices.
+        and not algorithm_of(optimizer.param_groups[0]).steps_matrices
     )
 
 

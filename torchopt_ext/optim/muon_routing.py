@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -82,6 +82,24 @@ def routes(
         its = {p: found[p] for p in found if p in matches[pattern] and p not in by_pattern}
         by_pattern |= _forced(pattern, its)
     return routed | by_pattern
+
+
+def keys_by_route(
+    models: Sequence[nn.Module],
+    muon: Sequence[str],
+    adamw: Sequence[str],
+    adamw_options: Mapping[str, Any],
+    *,
+    partial: bool = False,
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Returns what a group of each parameter has besides the arguments of an optimizer of Muon."""
+    keys: dict[nn.Parameter, dict[str, Any]] = {}
+    for param, route in routes(models, muon, adamw, partial=partial).items():
+        if route.algorithm == "adamw":
+            keys[param] = {"algorithm": "adamw", **adamw_options}
+        else:
+            keys[param] = {"flatten": True} if route.flatten else {}
+    return keys
 
 
 def matrices(param: nn.Parameter, route: Route) -> int:

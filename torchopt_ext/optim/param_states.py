@@ -17,6 +17,7 @@ from torchopt_ext.state.algorithms import STATES, algorithm_of
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import fit_master
+from torchopt_ext.state.matrices import coefficients_of, matrices_of
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.quantized import (
     CODES,
@@ -222,6 +223,15 @@ def _slots(group: Mapping[str, Any], param: Tensor, storage: Storage) -> list[st
     return [*states, storage.master_of(param), *scales]
 
 
+def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, torch.dtype | None]:
+    """Returns a group's algorithm and how it orthogonalizes, as OptimizerPlan takes them."""
+    algorithm = algorithm_of(group)
+    if not algorithm.steps_matrices:
+        return algorithm.name, (), 0.0, None
+    dtype = group.get("orthogonalize_dtype")
+    return algorithm.name, coefficients_of(group), float(group["eps"]), dtype
+
+
 def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
     """Returns the number of each part of a plan: the parameters of one device and norm key.
 
@@ -297,12 +307,15 @@ def build_plan(
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)
         part = parts[local.device, norm_key(param)]
-        rows.append((held, tensors, index, name, position, part, place, copy is not None))
+        matrices = []
+        if algorithm_of(group).steps_matrices:
+            matrices = matrices_of(group, param, name or position)
+        rows.append((held, tensors, index, name, position, part, place, copy is not None, matrices))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
         rows,
-        [algorithm_of(group).name for group in optimizer.param_groups],
+        [_settings(group) for group in optimizer.param_groups],
         [device for device, _ in parts],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),

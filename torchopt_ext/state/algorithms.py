@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_ext import _C
 from torchopt_ext._arguments import expect_bools, expect_numbers
+from torchopt_ext.state.matrices import OPTIONAL, SETTINGS, check_settings
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,16 @@ class State:
 
 @dataclass(frozen=True)
 class Algorithm:
+    """An algorithm.
+
+    Attributes:
+        steps_matrices: orthogonalizes matrices; groups have the keys of state/matrices.py, too.
+    """
+
     name: str
     hypers: tuple[Hyper, ...]
     states: tuple[State, ...]
+    steps_matrices: bool = False
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -74,12 +82,13 @@ class Algorithm:
         for hyper in self.hypers:
             value = hyper.default
             values[hyper.key] = value if hyper.index < 0 else (*values.get(hyper.key, ()), value)
-        return values
+        return values | SETTINGS | OPTIONAL if self.steps_matrices else values
 
     @property
     def may_lack(self) -> set[str]:
         """The keys that groups need not have. A state dict without them changes none."""
-        return {hyper.key for hyper in self.hypers if hyper.may_lack}
+        lacking = {hyper.key for hyper in self.hypers if hyper.may_lack}
+        return lacking | OPTIONAL.keys() if self.steps_matrices else lacking
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -106,8 +115,8 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states))
-    for name, (hypers, states) in _C.algorithms().items()
+    name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states), whole)
+    for name, (hypers, states, whole) in _C.algorithms().items()
 }
 ADAM = ALGORITHMS["adam"]
 NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
@@ -159,6 +168,8 @@ def check_values(group: Mapping[str, Any]) -> None:
     if not isinstance(lr, Tensor) and lr < 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
     _C.check_hypers(algorithm_of(group).name, numbers)
+    if algorithm_of(group).steps_matrices:
+        check_settings(group)
 
 
 def numbers_of(group: Mapping[str, Any]) -> list[float]:
@@ -195,9 +206,10 @@ def algorithm_in(group: Mapping[str, Any]) -> Algorithm | None:
     """Returns the algorithm of a saved group, which may be torch's; None if nothing tells."""
     if "algorithm" in group:
         return algorithm_of(group)
-    for algorithm in sorted(ALGORITHMS.values(), key=lambda of: -len(of.hypers)):
+    for algorithm in sorted(ALGORITHMS.values(), key=lambda of: -len(of.defaults)):
         needed = {hyper.key for hyper in algorithm.hypers if not hyper.may_lack}
         needed -= {"maximize", "amsgrad", "decoupled_weight_decay"}
+        needed |= SETTINGS.keys() if algorithm.steps_matrices else set()
         if needed <= group.keys() and not group.keys() & HYPERS.difference(algorithm.defaults):
             return algorithm
     return None

@@ -21,11 +21,14 @@ from torchopt_ext.state.local import (
     same_placement,
     shard_of,
 )
+from torchopt_ext.state.matrices import OPTIONAL, SETTINGS
 from torchopt_ext.state.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
 from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = tuple(STATES)
 # Options for how a step is computed, not what: a state dict does not decide them.
+_CHECKED_TOGETHER = {*SETTINGS, *OPTIONAL} - {"eps"}
+"""Options of Muon's groups, of which values of several types are valid (check_values)."""
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
 MASTERS = {MASTER: torch.float32, **REMAINDERS}
@@ -235,7 +238,7 @@ def option_problem(name: str, value: Any, live: Any) -> str | None:
     value, live = plain(value), plain(live)
     if name in SWITCHES:
         return None if isinstance(value, bool | None) else f"is {value!r}, expected a bool or None"
-    if live is None or _same_kind(value, live):
+    if live is None or name in _CHECKED_TOGETHER or _same_kind(value, live):
         return None
     return f"is {value!r}, expected a value like {live!r}"
 

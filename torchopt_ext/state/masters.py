@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._C import followed, take_weight
+from torchopt_ext._torch import is_dtensor, local_shape_and_offset
 from torchopt_ext.state.entries import MASTERS, REMAINDERS, tensor_problem
 from torchopt_ext.state.local import as_placed, local_tensor
 from torchopt_ext.state.storage import (
@@ -124,3 +125,19 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
         rounded, rest = split_master(exact.to(local.device, torch.float32), MASTERS[kept])
         local.copy_(rounded)
         local_tensor(state[kept]).copy_(rest)
+
+
+def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage: Storage) -> None:
+    """Multiplies equal blocks of rows of a weight, with what completes it, by a factor each."""
+    if factors.dim() != 1 or not param.dim() or param.shape[0] % max(len(factors), 1):
+        raise ValueError(
+            f"factors have shape {tuple(factors.shape)}, expected a vector whose length divides "
+            f"the {param.shape[0] if param.dim() else 1} rows of the weight"
+        )
+    local = local_tensor(weight_of(param, state))
+    rows = factors.to(local.device, local.dtype).repeat_interleave(param.shape[0] // len(factors))
+    if is_dtensor(param):
+        shape, offset = local_shape_and_offset(param)
+        rows = rows[offset[0] : offset[0] + shape[0]]
+    scaled = local * rows.view(-1, *[1] * (local.dim() - 1))
+    set_weight(param, state, as_placed(scaled, param), storage)

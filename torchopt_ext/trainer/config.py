@@ -91,7 +91,7 @@ class Model:
 @dataclass
 @configures_step("max_grad_norm")  # training.max_norm
 class Optimizer:
-    name: str = "AdamW"  # Adam, AdamW, Lion or SGD.
+    name: str = "AdamW"  # Adam, AdamW, Lion, Muon (with AdamW beside it) or SGD.
     lr: float | None = at_least(0, default=None)
     """Learning rate, which the schedule's factor multiplies. None, here and below: 8e-4 for Adam
     and AdamW, otherwise the algorithm's own default."""
@@ -108,12 +108,21 @@ class Optimizer:
     """Without weight decay: "norm", "bias", "vector", "embedding" or patterns of names."""
     lr_multipliers: dict[str, float] = field(default_factory=dict)
     """Factors of the learning rate by pattern of names; the first match decides."""
+    muon: list[str] = field(default_factory=list)
+    """Patterns of names of matrices that Muon steps, although AdamW would."""
+    adamw: list[str] = field(default_factory=list)
+    """Patterns of names of matrices that AdamW steps, although Muon would."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "match_rms_adamw"
+    """Muon's factor of the learning rate by shape; match_rms_adamw: one that also fits AdamW."""
+    ns_coefficients: Literal["jordan", "polar_express", "quintic", "deepseek_v4", "cans"] = "jordan"
+    """Coefficients of Muon's Newton-Schulz iterations."""
+    ns_steps: int = at_least(0, default=5)  # Newton-Schulz iterations, where they may be chosen.
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """fused: torchopt_ext's step; foreach, for-loop: torch's step."""
     early_step_in_backward: bool = False  # Update in backward; only fused then clips and skips.
     skip_nonfinite: bool = True  # Skip updates whose gradients or loss are not finite.
     amsgrad: bool = False  # As in torch.optim.AdamW.
-    momentum: float = at_least(0, default=0.0)  # As in torch.optim.SGD.
+    momentum: float = at_least(0, default=0.0)  # As in torch.optim.SGD; Muon: 0 means 0.95.
     dampening: float = 0.0  # As in torch.optim.SGD.
     nesterov: bool = False  # As in torch.optim.SGD.
     maximize: bool = False  # As in torch.optim.AdamW.

@@ -145,6 +145,7 @@ def build_for_stage(
     with as_config_error():
         patterns = [name for name in job_config.optimizer.no_decay if name not in KINDS]
         patterns += job_config.optimizer.lr_multipliers
+        patterns += job_config.optimizer.muon + job_config.optimizer.adamw
         names = {param: [name] for name, param in named}
         expect_found([p for p in patterns if not params_matching(p, names)], dict(named))
         reject_ineffective(optimizers.defaults, [param for _, param in named])

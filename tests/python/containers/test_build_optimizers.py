@@ -139,7 +139,7 @@ def test_what_containers_take(build, parts, in_backward):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"name": "Muon"}, NotImplementedError, "Optimizer Muon is not available"),
+        ({"name": "NAdam"}, NotImplementedError, "Optimizer NAdam is not available"),
         (
             {"name": "Lion", "implementation": "foreach"},
             NotImplementedError,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import torchopt_ext
-from torchopt_ext.optim.orthogonalize import JORDAN, PRESETS, Triple, step_coefficients
+from torchopt_ext.state.newton_schulz import JORDAN, PRESETS, Triple, step_coefficients
 
 from ...support.compare import assert_same
 from .contract import WRONG, assert_compiles_to_one_graph, each_backend, rejected

@@ -84,7 +84,7 @@ def test_declarations() -> None:
         arguments = {argument.name for argument in schema.arguments}
         assert algorithm.arguments({}).keys() <= arguments
         assert {f"{state.name}s" for state in algorithm.states} <= arguments
-        optimizer = FusedOptimizer(make_params(), algorithm=name, lr=0.1)
+        optimizer = FusedOptimizer(make_params([(3, 4)]), algorithm=name, lr=0.1)
         assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -159,8 +159,8 @@ def test_groups_of_several_algorithms() -> None:
 def test_a_group_keeps_its_algorithm_and_its_options(cls: Any, name: str) -> None:
     """In copies and after state dicts, also torch's, which do not name the algorithm."""
     options = {"algorithm": name.lower(), "decoupled_weight_decay": True, "lr": 0.02}
-    options |= {"momentum": 0.9} if name == "SGD" else {"betas": (0.8, 0.9)}
-    optimizer = cls([{"params": make_params(), **options}])
+    options |= {"momentum": 0.9} if name in ("SGD", "Muon") else {"betas": (0.8, 0.9)}
+    optimizer = cls([{"params": make_params([(3, 4), (2, 3, 5)]), **options}])
     assert optimizer.param_groups[0].items() >= options.items()
     train(optimizer, [0])
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -172,7 +172,9 @@ def test_a_group_keeps_its_algorithm_and_its_options(cls: Any, name: str) -> Non
         optimizer.load_state_dict(copy.deepcopy(saved))
         assert optimizer.param_groups[0].items() >= options.items()
     if name in TORCH:
-        of_torch = TORCH[name](make_params(), **{"momentum": 0.9} if name == "SGD" else {})
+        of_torch = TORCH[name](
+            make_params([(3, 4), (2, 3, 5)]), **{"momentum": 0.9} if name == "SGD" else {}
+        )
         train(of_torch, [0])
         optimizer.load_state_dict(of_torch.state_dict())
         assert optimizer.param_groups[0]["algorithm"] == name.lower()

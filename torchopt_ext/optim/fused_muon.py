@@ -1,0 +1,67 @@
+"""FusedMuon: torch.optim.Muon, beside other algorithms in one object."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from torchopt_ext.optim.estimate import estimate
+from torchopt_ext.optim.fused_optimizer import FusedOptimizer
+from torchopt_ext.optim.options import StepArguments, with_options
+from torchopt_ext.state.newton_schulz import JORDAN
+
+
+class FusedMuon(FusedOptimizer):
+    """torch.optim.Muon, fused with clipping and overflow check, for matrices and what is beside.
+
+    The arguments up to ``adjust_lr_fn`` are torch's. Groups with another ``"algorithm"``, such as
+    "adamw", are stepped by it, with one norm and one decision for all: ``max_grad_norm`` clips the
+    gradients before they enter the momentum, never the orthogonalized update. Per-parameter state:
+    ``step`` and torch's ``momentum_buffer``. ``control.orthogonalized`` counts the matrices of the
+    last step.
+
+    Tensors of three dimensions are batches of matrices. Groups may also have ``flatten`` (True: a
+    convolution is a matrix of its first dimension by the others), ``num_heads`` (a matrix is that
+    many blocks of rows, or with ``head_dim=1`` of columns), ``split_sizes`` (a matrix is blocks of
+    these rows, as fused projections are), and ``orthogonalize_dtype`` (of the products: by default
+    float32 on CPUs and bfloat16 on other devices). :func:`torchopt_ext.muon_groups` makes groups.
+
+    Args:
+        params: as in :class:`FusedOptimizer`; parameters of Muon are matrices.
+        lr: multiplied by the factor of the matrix's shape that ``adjust_lr_fn`` says. With
+            "match_rms_adamw" the learning rate of AdamW fits.
+        ns_coefficients: of the Newton-Schulz iterations: a triple for all ``ns_steps``, a sequence
+            with a triple for each step, or the name of a preset ("jordan", "polar_express",
+            "quintic", "deepseek_v4", "cans"; of "polar_express" the first ``ns_steps``).
+        adjust_lr_fn: "original" (None), "match_rms_adamw", "spectral_unclamped", or a function that
+            takes rows and columns and returns a factor.
+        **options, and errors: as in :class:`FusedOptimizer`.
+    """
+
+    estimate = staticmethod(partial(estimate, algorithm="muon"))
+
+    @with_options
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[Any] = JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | Callable[[int, int], float] | None = None,
+        *,
+        maximize: bool = False,
+        **options: Unpack[StepArguments],
+    ) -> None:
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
+        if maximize:
+            defaults["maximize"] = True
+        self._build(params, {"algorithm": "muon", **defaults}, options)
