@@ -10,21 +10,24 @@
 
 namespace torchopt_ext {
 
-// What of a weight changes with a write: its memory (`param.data = ...`) and its version counters.
-// Operators on a DTensor count on the DTensor, operators on its shard on the shard. Keeps counters
-// and the storage's empty object, but no memory: other memory may get the weight's address, and no
-// other storage or weight ever fits. A tensor of inference mode never fits.
+// What of a weight changes with a write: its memory and how it is read (`param.data = ...`), and
+// its version counters. Operators on a DTensor count on the DTensor, operators on its shard on the
+// shard. Keeps counters and the storage's empty object, but no memory: other memory may get the
+// weight's address, and no other storage or weight ever fits. A tensor of inference mode never
+// fits.
 class WeightMark {
  public:
   // `param`: the shard itself, or the DTensor or other wrapper subclass around it.
   WeightMark(const c10::TensorImpl& param, const c10::TensorImpl& shard)
       : memory_(address(shard)),
+        dtype_(shard.dtype()),
+        strides_(shard.strides().begin(), shard.strides().end()),
         storage_(shard.unsafe_storage().getWeakStorageImpl()),
         counters_{param.version_counter(), shard.version_counter()} {
     renew();
   }
   bool fits(const c10::TensorImpl& param, const c10::TensorImpl& shard) const {
-    return address(shard) == memory_ &&
+    return address(shard) == memory_ && shard.dtype() == dtype_ && shard.strides() == strides_ &&
            shard.unsafe_storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
            shares_version(counters_[0], param.version_counter()) &&
            shares_version(counters_[1], shard.version_counter()) && versions() == versions_;
@@ -38,6 +41,8 @@ class WeightMark {
                : uint64_t{counters_[0].current_version()} + counters_[1].current_version();
   }
   const void* memory_;
+  caffe2::TypeMeta dtype_;
+  c10::SmallVector<int64_t, 4> strides_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   std::array<c10::VariableVersion, 2> counters_;
   uint64_t versions_ = 0;

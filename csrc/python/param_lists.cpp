@@ -18,27 +18,26 @@ namespace {
 
 namespace py = pybind11;
 
-// Returns the bytes of value(tensor) for every tensor, one after the other.
-template <class Value>
-py::bytes packed(const py::list& tensors, const Value& value) {
+// Returns one byte for each tensor: whether it requires a gradient.
+py::bytes requires_grad(const py::list& tensors) {
   std::string bytes;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto number = value(tensor_at(tensors, i));
-    bytes.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    bytes.push_back(static_cast<char>(tensor_at(tensors, i).requires_grad()));
   }
   return bytes;
 }
 
-// Returns one byte for each tensor: whether it requires a gradient.
-py::bytes requires_grad(const py::list& tensors) {
-  return packed(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
-}
-
-// Returns eight bytes for each tensor: its address.
-py::bytes addresses(const py::list& tensors) {
-  return packed(tensors, [](const at::Tensor& tensor) {
-    return tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
-  });
+// Returns the bytes of each tensor's address, null without elements, and of its strides.
+py::bytes places(const py::list& tensors) {
+  std::string bytes;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensor_at(tensors, i);
+    const void* address = tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
+    const at::IntArrayRef strides = tensor.strides();
+    bytes.append(reinterpret_cast<const char*>(&address), sizeof(address));
+    bytes.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
+  }
+  return bytes;
 }
 
 // Sets the gradient of each tensor to that of the parameter at its position, which may be none.
@@ -139,7 +138,7 @@ void add_param_lists(py::module_& m) {
         return std::hash<const void*>()(tensors.empty() ? nullptr : tensors.front().first);
       });
   m.def("requires_grad", requires_grad, py::arg("tensors"));
-  m.def("addresses", addresses, py::arg("tensors"));
+  m.def("places", places, py::arg("tensors"));
   m.def("share_gradients", share_gradients, py::arg("tensors"), py::arg("params"));
   m.def("increment_versions", increment_versions, py::arg("tensors"));
   m.def("clear_gradients", clear_gradients, py::arg("tensors"));

@@ -7,6 +7,7 @@ masters keep their bits.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,12 @@ def replace_memory_at_its_address(model: nn.Module) -> None:
         p.data = memory.mul_(-1.25)
 
 
+def read_otherwise(model: nn.Module) -> None:
+    """Reads the same memory by columns, as `p.data = p.data.t()` does for a square weight."""
+    for p in model.parameters():
+        p.data = p.data.as_strided(p.shape, [math.prod(p.shape[:d]) for d in range(p.dim())])
+
+
 WRITES: dict[str, Callable[[nn.Module], object]] = {
     "load_state_dict": lambda model: model.load_state_dict(
         {name: p * 1.5 for name, p in model.state_dict().items()}
@@ -127,9 +134,10 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "foreach": lambda model: torch._foreach_mul_([*model.parameters()], 0.5),
     "memory": replace_memory,
     "address": replace_memory_at_its_address,
+    "strides": read_otherwise,
     "vector": replace_memory_by_vector,
 }
-NOT_ON_DTENSORS = ("foreach", "memory", "address", "vector")  # count no change, or change nothing
+NOT_ON_DTENSORS = ("foreach", "memory", "address", "strides", "vector")  # count no change, or change nothing
 
 
 class Job:

@@ -54,7 +54,7 @@ class BalancedBuckets:
         self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
         self._unsent: list[Tensor] = []  # those that were frozen at every step
-        self._places = b""  # the addresses of all parameters
+        self._places = b""  # of all parameters
         self._marks = _C.WeightMarks()  # of all parameters after the last step
         # Collectives under way, and the windows they fill.
         self._updates_in_flight: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
@@ -70,7 +70,7 @@ class BalancedBuckets:
                 vars(copied)[key] = copy.deepcopy(value, memo)
         for bucket in copied.all_buckets:  # the copied parameters are not views of the buckets yet
             bucket.lay_anew()
-        copied._places = _C.addresses(copied._laid)
+        copied._places = _C.places(copied._laid)
         return copied
 
     @property
@@ -184,12 +184,12 @@ class BalancedBuckets:
 
     def follow_memory(self) -> None:
         """Lays buckets anew if the memory of their parameters was replaced (``p.data = ...``)."""
-        if _C.addresses(self._laid) != self._places:
+        if _C.places(self._laid) != self._places:
             self.params.check_untied()
             called = self.params.called
             for bucket in [bucket for bucket in self.all_buckets if bucket.is_moved(called)]:
                 bucket.lay_anew()
-            self._places = _C.addresses(self._laid)
+            self._places = _C.places(self._laid)
 
     def written(self) -> list[Tensor]:
         """Returns this rank's parts of parameters that were written to since the last step."""

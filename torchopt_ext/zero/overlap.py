@@ -67,9 +67,9 @@ def lay(assignments: Sequence[Any], params: Parameters) -> None:
     Raises:
         RuntimeError: two of all parameters share memory.
     """
-    moved = [a for a in assignments if getattr(a, "places", b"") != _C.addresses(a.parameters)]
+    moved = [a for a in assignments if getattr(a, "places", b"") != _C.places(a.parameters)]
     if moved:
         params.check_untied()
     for assignment in moved:
         assignment.tensor = bucket_of(assignment.parameters)
-        assignment.places = _C.addresses(assignment.parameters)
+        assignment.places = _C.places(assignment.parameters)

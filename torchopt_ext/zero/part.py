@@ -137,7 +137,8 @@ class Bucket:
                     f"{tuple(place.shape)}, {place.dtype} on {place.device}: build the optimizer "
                     f"after changing or moving the model"
                 )
-        return any(p.data_ptr() != at.data_ptr() for p, at in self.places.items() if p.numel())
+        pairs = [(p, at) for p, at in self.places.items() if p.numel()]
+        return any((p.data_ptr(), p.stride()) != (at.data_ptr(), at.stride()) for p, at in pairs)
 
     @torch.no_grad()
     def lay_anew(self) -> None:

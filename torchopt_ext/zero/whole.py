@@ -39,7 +39,7 @@ class WholeTensors:
         # gradient that its owner applies, so it continues to be sent.
         self._sent: set[Tensor] = set()
         self._unsent: list[Tensor] = []  # the other parameters
-        self._places = b""  # the addresses of all parameters
+        self._places = b""  # of all parameters
         self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
 
     def add_group(
@@ -91,7 +91,7 @@ class WholeTensors:
         """Builds the buckets anew if memory was replaced (``p.data = ...``)."""
         if self.ranks.size > 1:
             self._params.check_frozen(self._unsent)
-        if _C.addresses(list(self.owner)) != self._places:
+        if _C.places(list(self.owner)) != self._places:
             self._params.check_untied()
             self.build_buckets()
 
@@ -117,7 +117,7 @@ class WholeTensors:
                 self._outgoing.append([[bucket_of(alike)] for alike in kinds.values()])
             else:
                 self._outgoing.append([b for alike in kinds.values() for b in batches(alike)])
-        self._places = _C.addresses(list(self.owner))
+        self._places = _C.places(list(self.owner))
 
     @torch.no_grad()
     def send_updates(self) -> None:

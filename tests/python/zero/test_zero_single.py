@@ -399,6 +399,19 @@ def test_schedules(kind: str, partition: str, schedule: str) -> None:
     assert_same(state_dict_of(zero), plain.state_dict())
 
 
+@every_partition
+@every_kind
+def test_weights_that_are_read_by_columns(kind: str, partition: str) -> None:
+    """As after `p.data = p.data.t()` of a square weight: the memory stays, its order changes."""
+    zero, plain = pair(kind, partition)
+    for optimizer in (zero, plain):
+        train(optimizer, [0])
+        matrix = params_of(optimizer)[0]
+        matrix.data = matrix.data.as_strided(matrix.shape, (1, matrix.shape[0]))
+        train(optimizer, range(1, 4))
+    assert_same(params_of(zero), params_of(plain))
+
+
 @pytest.mark.parametrize("change", ["add_param_group", "deepcopy"])
 @every_partition
 def test_a_learning_rate_set_since_the_last_step_stays(partition: str, change: str) -> None:
@@ -448,10 +461,10 @@ def test_lists_of_parameters() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))]
     params[1].requires_grad_(False)
     assert _C.requires_grad(params) == bytes([1, 0, 1])
-    before = _C.addresses(params)
+    before = _C.places(params)
     params[0].data = torch.zeros(3)
-    assert _C.addresses(params) != before
-    assert len(before) == 24 and before[16:] == bytes(8)
+    assert _C.places(params) != before
+    assert len(before) == 48 and before[32:40] == bytes(8)
     parts = [torch.zeros(3), torch.zeros(2)]
     params[0].grad = torch.ones(3)
     parts[1].grad = torch.ones(2)
@@ -462,7 +475,7 @@ def test_lists_of_parameters() -> None:
     version = params[0]._version
     _C.increment_versions(params)
     assert params[0]._version == version + 1
-    for call in (_C.requires_grad, _C.addresses, _C.clear_gradients, _C.increment_versions):
+    for call in (_C.requires_grad, _C.places, _C.clear_gradients, _C.increment_versions):
         with pytest.raises(TypeError, match="item 0 is no tensor"):
             call([1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 tensors for 3 params"):
