@@ -137,7 +137,8 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "strides": read_otherwise,
     "vector": replace_memory_by_vector,
 }
-NOT_ON_DTENSORS = ("foreach", "memory", "address", "strides", "vector")  # count no change, or change nothing
+# They count no change, or change nothing.
+NOT_ON_DTENSORS = ("foreach", "memory", "address", "strides", "vector")
 
 
 class Job:
