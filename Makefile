@@ -21,7 +21,7 @@ JOBS := $(shell nproc)
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
-	check-aarch64 check-sass test-gpu gpu-report bench bench-convergence bench-dtensor-host \
+	check-aarch64 check-sass test-gpu gpu-report bench bench-muon bench-convergence bench-dtensor-host \
 	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
 	docs lint lint-python lint-cxx format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
@@ -63,6 +63,9 @@ demo: $(VENV)/.installed ## Train a small model with the Trainer, kill a rank, r
 
 bench: $(VENV)/.installed ## Time the step beside torch's
 	$(PY) benchmarks/run.py --out out/bench
+
+bench-muon: $(VENV)/.installed ## Time Muon with AdamW beside torch's two optimizers
+	$(PY) benchmarks/muon.py --out out/bench-muon
 
 bench-convergence: $(VENV)/.installed ## Train small models with every way to keep the state; resumes
 	$(PY) benchmarks/convergence.py --out out/convergence

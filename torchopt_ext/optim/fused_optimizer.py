@@ -28,6 +28,7 @@ from torchopt_ext.state.algorithms import (
     check_values,
     defaults_of,
     keys_of,
+    name_algorithm,
     reject_unknown,
 )
 from torchopt_ext.state.collective import fail_together_in
@@ -203,6 +204,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         with restored_if_raised([param_group], self):
+            name_algorithm(param_group)
             with having_defaults(self, self.defaults_of_new(param_group)):
                 super().add_param_group(param_group)
             group = self.param_groups[-1]

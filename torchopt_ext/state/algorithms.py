@@ -144,6 +144,28 @@ def defaults_of(name: str) -> dict[str, Any]:
     return values if algorithm is ADAM else values | {"algorithm": name}
 
 
+def name_algorithm(group: Any) -> None:
+    """Gives a new group the key "algorithm" if it has ``use_muon`` or ``kind`` instead.
+
+    KellerJordan/Muon and DeepSpeed have the former, nanochat the latter.
+
+    Raises:
+        ValueError: the keys contradict each other.
+    """
+    if not isinstance(group, dict):
+        return
+    named = {group["kind"]} if isinstance(group.get("kind"), str) else set()
+    if "use_muon" in group:
+        named.add("muon" if group["use_muon"] else group.get("algorithm", "adamw"))
+    if not named:
+        return
+    if "algorithm" in group:
+        named.add(group["algorithm"])
+    if len(named) > 1:
+        raise ValueError(f"a param group names several algorithms: {', '.join(sorted(named))}")
+    group["algorithm"] = named.pop()
+
+
 def keys_of(name: str) -> list[str]:
     """Returns every key that a group of an algorithm may have for it."""
     return ["algorithm", *algorithm_of({"algorithm": name}).defaults]

@@ -391,6 +391,25 @@ def test_what_cannot_be_scaled() -> None:
             optimizer.scale_(wrong, factors)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"use_muon": True}, {"use_muon": False}),
+        ({"kind": "muon"}, {"kind": "adamw"}),
+        ({"use_muon": True, "algorithm": "muon"}, {"use_muon": False, "algorithm": "adamw"}),
+    ],
+)
+def test_other_names_of_the_key(first: dict[str, Any], second: dict[str, Any]) -> None:
+    params = make_params([(8, 12), (7,)])
+    groups = [{"params": params[:1], **first}, {"params": params[1:], **second}]
+    optimizer = FusedAdamW(groups)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    train(optimizer, [0])
+    assert float(optimizer.control.orthogonalized) == 1
+    with pytest.raises(ValueError, match="several algorithms: lion, muon"):
+        FusedAdamW([{"params": params[:1], "use_muon": True, "algorithm": "lion"}])
+
+
 # ---- edges ---------------------------------------------------------------------------------------
 
 
