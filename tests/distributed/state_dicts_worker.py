@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from tests.python.statedict.jobs import train
 from tests.support.compare import difference
 from tests.support.ranks import full_tensor, gathered, run_cases
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedSGD
 from torchopt_ext.statedict.dcp import load
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "remainder": {"master_weights": "remainder"},
     "remainder8, 8 bits": {"master_weights": "remainder8", "state_dtype": "int8"},
     "8 bits throughout": {"state_dtype": "int8", "fp32_moments": ()},
+    "SGD": {"momentum": 0.9},
+    "SGD, 8 bits": {"momentum": 0.9, "state_dtype": "int8"},
 }
 folder = Path(sys.argv[1]).parent / "state_dicts"
 
@@ -57,7 +59,8 @@ class Job:
         ).bfloat16()
         if sharded:
             fully_shard(self.model)
-        cls = torch.optim.AdamW if kind == "torch" else FusedAdamW
+        ours = FusedSGD if kind.startswith("SGD") else FusedAdamW
+        cls = torch.optim.AdamW if kind == "torch" else ours
         self.optimizer: Any = cls(self.model.parameters(), lr=0.1 * seed, **KINDS[kind])
         self.train(range(10 * seed, 10 * seed + steps))
 
@@ -203,13 +206,16 @@ SOME = [
     ("fp32", "remainder"),
     ("remainder", "remainder"),
     ("remainder8, 8 bits", "fp32, bf16 moments"),
+    ("SGD", "SGD, 8 bits"),
+    ("SGD, 8 bits", "SGD"),
 ]
 
 
 def cases() -> dict[str, Callable[[], Any]]:
     folder.mkdir(exist_ok=True)
     ours = [kind for kind in KINDS if kind != "torch"]
-    pairs = [*product(KINDS, ours)] if "complete" in sys.argv else SOME
+    every = [(a, b) for a, b in product(KINDS, ours) if a.startswith("SGD") == b.startswith("SGD")]
+    pairs = every if "complete" in sys.argv else SOME
     found: dict[str, Callable[[], Any]] = {"one rank fails": one_rank_fails}
     return found | {f"{a} as {b}": functools.partial(moves, a, b) for a, b in pairs}
 

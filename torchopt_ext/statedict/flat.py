@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torchopt_ext import _C
 from torchopt_ext.state import entries
-from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, STATES, algorithm_in
+from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, algorithm_in
 from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
 from torchopt_ext.state.params import drop_replaced, params_of
 from torchopt_ext.state.quantized import (
@@ -28,7 +28,7 @@ from torchopt_ext.state.quantized import (
     has_codes,
 )
 from torchopt_ext.state.storage import Storage, is_steppable
-from torchopt_ext.statedict.loaded import Slot, largest_step, raise_problems
+from torchopt_ext.statedict.loaded import Slot, invalid, largest_step, raise_problems
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
 """A module and the optimizers that share its parameters."""
@@ -47,7 +47,7 @@ class _Writes(NamedTuple):
 
 # Options that decide which state exists or which algorithm runs: a checkpoint must agree.
 _FIXED = {"algorithm", "amsgrad", "decoupled_weight_decay", "bias_correction"}
-_ASK_FOR_STATE = {state.when for state in STATES.values()}
+_ASK_FOR_STATE = {state.when for each in ALGORITHMS.values() for state in each.states}
 # Options that are absent without a learning-rate scheduler, in older versions of torch, and in its
 # groups.
 _OPTIONAL = {"initial_lr", "algorithm"}.union(*(each.may_lack for each in ALGORITHMS.values()))
@@ -169,17 +169,20 @@ def read_options(
         if kind and expected and kind is not expected:
             raise_problems([f"'param_groups.{fqn}' is of {kind.name}, expected {expected.name}"])
     options: dict[str, Any] = {}
-    # A schedule that is built later reads initial_lr, and torch's groups lack bias_correction.
-    held = {"bias_correction": True, "initial_lr": group.get("lr"), **group}
+    lacked = {} if expected is None else {k: expected.defaults[k] for k in expected.may_lack}
+    # A schedule that is built later reads initial_lr.
+    held = {**lacked, "initial_lr": group.get("lr"), **group}
     for name in [name for name in held if name not in _NOT_LOADED]:
         every = [f"param_groups.{fqn}.{name}" for fqn in names]
         values = {key: plain(state_dict[key]) for key in every if key in state_dict}
         if values:
             options[name] = copy.deepcopy(next(iter(values.values())))
-        if name == "bias_correction":  # groups without the key have it
-            values = dict.fromkeys(every, True) | values
+        if name in _FIXED & lacked.keys():
+            values = dict.fromkeys(every, lacked[name]) | values
         missing += [key for key in every if key not in values and name not in _OPTIONAL]
         problems += _option_problems(name, values, plain(held[name]))
+    if expected and not problems and (wrong := invalid({**group, **options})):
+        problems.append(f"'param_groups.{names[0]}': {wrong}")
     return options
 
 

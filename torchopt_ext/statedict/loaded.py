@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor, tree_map_only
-from torchopt_ext.state.algorithms import HYPERS, STATES, algorithm_in, algorithm_of, check_values
+from torchopt_ext.state.algorithms import (
+    ALGORITHMS,
+    HYPERS,
+    algorithm_in,
+    algorithm_of,
+    check_values,
+)
 from torchopt_ext.state.entries import (
     ABSENT,
     CONTROL_KEY,
@@ -41,7 +47,7 @@ from torchopt_ext.state.storage import Storage
 
 # Options of a group in any version of torch.
 _NEEDED = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
-_WIDE = {state.when for state in STATES.values() if not state.is_moment}
+_WIDE = {of.when for each in ALGORITHMS.values() for of in each.states if not of.is_moment}
 _REGROUPED = "build the groups that were saved, or save with flatten_optimizer_state_dict=True"
 
 SHOWN = 5
@@ -55,11 +61,14 @@ class Slot:
     Attributes:
         label: the name of an entry in messages, with {} for the entry's key.
         entry: the state; empty if there is no state.
+        fillers: entries that a flat dict lacked, for which torch's set_optimizer_state_dict makes
+            {}.
     """
 
     param: Tensor
     label: str
     entry: Mapping[str, Any]
+    fillers: frozenset[str] = frozenset()
 
     def called(self, name: str) -> str:
         return self.label.replace("{}", name)
@@ -112,7 +121,8 @@ class Loaded:
         fused = hasattr(optimizer, "defaults_for")
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
         pairs = [*enumerate(zip(self.groups, optimizer.param_groups, strict=True))]
-        groups = [live for _, (group, live) in pairs for _ in group["params"]]
+        merged = [({**live, **group}, len(group["params"])) for _, (group, live) in pairs]
+        groups = [group for group, count in merged for _ in range(count)]
         pairs = pairs if required is not None else []
         for number, (group, live) in pairs:
             kind = algorithm_in(group) if fused else None
@@ -123,7 +133,9 @@ class Loaded:
                 yield f"group {number} {_lacks(lacking, group, optimizer)}"
         for slot, group in zip(self.slots, groups, strict=True):
             if fused:
-                required = ("step", *algorithm_of(group).required)
+                states = algorithm_of(group).states_of(group) if slot.fillers else ()
+                lacked = {of.name for of in states if {of.name, of.codes} & slot.fillers}
+                required = ("step", *{*algorithm_of(group).required, *lacked})
             for name in required or () if slot.entry else ():
                 if name not in slot.entry and OTHER_FORM.get(name) not in slot.entry:
                     yield f"{slot.called(name)} {MISSING}"
@@ -137,7 +149,7 @@ class Loaded:
         for number, (group, live) in pairs:
             names = sorted(live.keys() & group.keys() - {"params", "param_names"})
             wrongs = {name: option_problem(name, group[name], live[name]) for name in names}
-            if fused and not any(wrongs.values()) and (wrong := _invalid({**live, **group})):
+            if fused and not any(wrongs.values()) and (wrong := invalid({**live, **group})):
                 yield f"group {number}: {wrong}"
             for name, wrong in wrongs.items():
                 if wrong:
@@ -146,7 +158,7 @@ class Loaded:
                     yield f"group {number} has {name}, which 8-bit moments do not support"
 
 
-def _invalid(group: Mapping[str, Any]) -> str | None:
+def invalid(group: Mapping[str, Any]) -> str | None:
     """Returns why a step could not have a group's hyperparameters."""
     if group.get("decay_follows_lr") is True:
         return "decay_follows_lr is True, expected a learning rate"
@@ -203,18 +215,19 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         for index, param, name in zip(saved["params"], group["params"], names, strict=True):
             label = f"{{}} of parameter {index}" + (f" ({name!r})" if name else "")
             local = local_tensor(param)
-            # torch's set_optimizer_state_dict makes {} for an entry that a flat dict lacks.
+            read = state.get(index, {})
+            fillers = {k for k, v in read.items() if isinstance(v, Mapping) and not v}
             entry = {
                 key: as_held(key, value, param)
-                for key, value in state.get(index, {}).items()
-                if (key in MASTERS or not isinstance(value, Mapping) or value)
+                for key, value in read.items()
+                if (key in MASTERS or key not in fillers)
                 and not (value is ABSENT or getattr(value, "source", 0) is local)
             }
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)
             if isinstance(control, Mapping):
                 control = {k: v for k, v in control.items() if not was_rounded(k, v, param)}
-            slots.append(Slot(param, label, entry))
+            slots.append(Slot(param, label, entry, frozenset(fillers)))
         # refresh_masters() finds weights by param_names, so the model's names stay.
         may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
         if algorithm_in(saved) in (None, algorithm_of(group)):

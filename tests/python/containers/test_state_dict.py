@@ -443,6 +443,8 @@ OTHERS = [
     ((FusedAdam, {"bias_correction": False}), (FusedAdam, {}), "bias_correction"),
     ((FusedAdam, {}), (FusedAdam, {"bias_correction": False}), "bias_correction"),
     ((FusedSGD, {"momentum": 0.9}), (FusedSGD, {}), "momentum"),
+    ((FusedSGD, {"decoupled_weight_decay": True}), (FusedSGD, {}), "decoupled_weight_decay"),
+    ((FusedSGD, {}), (FusedSGD, {"decoupled_weight_decay": True}), "decoupled_weight_decay"),
     *(
         ((cls, KINDS[of][-1]), KINDS[loaded][1:], rf"0\.0\.weight' is of {of}, expected {loaded}")
         for of, loaded in itertools.permutations(KINDS, 2)
@@ -459,6 +461,34 @@ def test_a_dict_of_another_algorithm_is_refused(parts, saved_as, loaded_as, mess
     if "expected" not in message:
         message += "' is .*, this optimizer was built with"
     with pytest.raises(ValueError, match=message):
+        container.load_state_dict(saved)
+    assert_same(container.state_dict(), before)
+
+
+DECAYS = [{"cautious_weight_decay": True}, {"decay_follows_lr": 0.2}]
+
+
+@pytest.mark.parametrize(("saved", "held"), itertools.permutations([{}, *DECAYS], 2))
+@pytest.mark.parametrize("cls", [FusedAdamW, FusedLion, FusedSGD])
+def test_how_weights_decay_is_taken_from_a_dict_that_says_it(parts, cls, saved, held):
+    """As the plain optimizers take it. A dict without the key changes nothing."""
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    options |= {"decoupled_weight_decay": True} if cls is FusedSGD else {}
+    source = OptimizersContainer(copy.deepcopy(parts), cls, options | saved)
+    target = OptimizersContainer(parts, cls, options | held)
+    plain = cls(parts[0].parameters(), **options, **held)
+    plain.load_state_dict(cls(parts[0].parameters(), **options, **saved).state_dict())
+    target.load_state_dict(saved_by(source))
+    for group in (*target.param_groups, *plain.param_groups):
+        assert {k: group[k] for k in group if k in {**DECAYS[0], **DECAYS[1]}} == held | saved
+
+
+def test_a_decay_that_the_optimizer_cannot_have_is_refused(parts):
+    saved = saved_by(OptimizersContainer(copy.deepcopy(parts), FusedAdam, {}))
+    container = OptimizersContainer(parts, FusedAdam, {})
+    before = saved_by(container, [1])
+    saved |= {key.replace(".lr", ".decay_follows_lr"): 0.1 for key in saved if key.endswith(".lr")}
+    with pytest.raises(ValueError, match="decay_follows_lr require decoupled_weight_decay"):
         container.load_state_dict(saved)
     assert_same(container.state_dict(), before)
 

@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedLion, ZeroRedundancyOptimizer
+from torchopt_ext import (
+    FSDPadaptOptimizer,
+    FusedAdamW,
+    FusedLion,
+    FusedSGD,
+    ZeroRedundancyOptimizer,
+)
 from torchopt_ext.containers import OptimizersContainer
 
 from ...support.compare import assert_same, unchanged
@@ -153,15 +159,42 @@ def test_regrouped_state_is_not_another_optimizers(one_rank: Any) -> None:
         assert_same(regrouped.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
 
 
-@pytest.mark.parametrize(("saved", "held"), [("int8", "plain"), ("plain", "int8")])
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(("saved", "held"), [("int8", None), (None, "int8")])
+@pytest.mark.parametrize(
+    ("cls", "options"), [(FusedAdamW, {}), (FusedLion, {}), (FusedSGD, MOMENTUM)]
+)
 def test_a_flat_dict_without_the_moments_says_the_way(
-    one_rank: None, saved: str, held: str
+    one_rank: None, cls: Any, options: dict[str, Any], saved: Any, held: Any
 ) -> None:
     """torch drops entries that the optimizer does not have."""
     model = nn.Linear(64, 4)
-    saving, loading = (optimizer_of(model, each) for each in (saved, held))
+    saving, loading = (cls(model.parameters(), state_dtype=of, **options) for of in (saved, held))
     for optimizer in (saving, loading):
         train(model, optimizer, range(2))
     flat = get_optimizer_state_dict(model, saving, options=FLAT)
-    with pytest.raises(ValueError, match=r"is missing \(a flat dict .* the nested dict"):
+    problem = r"is missing \(a flat dict .* the nested dict"
+    with unchanged(loading), pytest.raises(ValueError, match=problem):
         set_optimizer_state_dict(model, loading, flat, options=FLAT)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_flat_dict_has_no_momentum_where_none_was_used(one_rank: None, momentum: float) -> None:
+    """A program may also use momentum from some step on: a buffer that is not there begins then."""
+    model = nn.Linear(64, 4)
+    saving, loading = FusedSGD(model.parameters()), FusedSGD(model.parameters(), **MOMENTUM)
+    for optimizer in (saving, loading):
+        train(model, optimizer, range(2))
+    saving.param_groups[0]["momentum"] = momentum
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    assert all(state.keys() == {"step"} for state in loading.state.values())
+    train(model, loading, range(1))
+    assert all(("momentum_buffer" in s) == bool(momentum) for s in loading.state.values())
+    if not momentum:
+        loading.param_groups[0]["momentum"] = 0.9
+        train(model, loading, range(1))
+        flat = get_optimizer_state_dict(model, saving, options=FLAT)
+        set_optimizer_state_dict(model, loading, flat, options=FLAT)
+        assert loading.param_groups[0]["momentum"] == 0.0
