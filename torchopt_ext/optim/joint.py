@@ -20,6 +20,7 @@ from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import algorithm_of, keys_of
 from torchopt_ext.state.devices import moved
+from torchopt_ext.state.params import drop_replaced
 from torchopt_ext.state.storage import place_of
 
 _STEPS = CONTROL_FIELDS.index("steps")
@@ -156,6 +157,11 @@ class JointStep(PlannedStep):
             return groups
         self._common.update(zip(self._keys, read[0], strict=True))
         return [self._common]
+
+    def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
+        for optimizer in self.optimizers:
+            drop_replaced(optimizer)
+        super()._init_states(chooses)
 
     def _rebuild(self) -> Any:
         if self._options.stochastic_rounding:  # numbered as in the separate optimizers
