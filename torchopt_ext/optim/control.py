@@ -14,7 +14,12 @@ from torchopt_ext._arguments import expect_counts, expect_numbers
 from torchopt_ext._torch import run_eagerly
 from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.loss_scale import expect_scale, scale_settings
+from torchopt_ext.optim.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    expect_scale,
+    scale_settings,
+)
 from torchopt_ext.optim.norm import NormGroup
 from torchopt_ext.optim.rejection import RejectedSteps
 from torchopt_ext.state.devices import is_captured, moved
@@ -218,6 +223,25 @@ class Controlled:
         count = len(PERSISTENT) if self.has_loss_scale else 2
         return self._block(self.default_device)[0][_STEPS : _STEPS + count]
 
+    def _take_counts(self, moved_here: Any = ()) -> None:
+        """Sets the counts to those of a tensor or state dict, but not to what no count can be.
+
+        Programs edit state without knowing its entries: a loss scale of 0 would end the training.
+        """
+        live, device = self._live_counts(), self.default_device
+        if isinstance(moved_here, Mapping):  # it is from a state dict
+            moved_here = [moved_here.get(n, now) for n, now in zip(PERSISTENT, live, strict=False)]
+        for name, now, value in zip(PERSISTENT, live.clone(), moved_here, strict=False):
+            count: Any = torch.as_tensor(value, dtype=torch.float64, device=device)
+            usable = (count >= 0.0) & (count.frac() == 0.0)
+            if name == "loss_scale":
+                usable = (count >= SMALLEST_SCALE) & (count <= LARGEST_SCALE)
+            count = torch.where(usable, count, now)
+            self._write_control({name: count})
+
+    def _follow_moved(self) -> None:
+        """Continues from counts that a program has moved here with the state."""
+
     def _count_at_least(self, steps: Iterable[Any]) -> None:
         """Raises the count of steps to the largest of parameters' step counts."""
         counts = [torch.as_tensor(local_tensor(step)).reshape(()) for step in steps]
@@ -276,6 +300,7 @@ class Controlled:
     @run_eagerly  # torch 2.11 cannot compile code that sets attributes of an optimizer
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; only its values synchronize."""
+        self._follow_moved()
         block = self._block(self.default_device)[0]
         if self._view is None or self._view._block is not block:
             self._view = ControlView(block, self)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
-from torchopt_ext.optim.control import PERSISTENT, Controlled
+from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.shards import watch_weights
@@ -132,21 +132,25 @@ class PlannedStep(Controlled, Optimizer):
         entries of the first parameter that has state, in the order of the groups.
 
         Args:
-            follow: continue from the counts that a program has moved here with the state, or from
-                the parameters' steps if it has moved no counts. Does not wait for the device.
+            follow: continue from the counts that a program has moved here with the state, and at
+                least from the parameters' steps. Does not wait for the device.
         """
         entries = [self.state.get(param) for param in params_of(self)] if self.keeps_counts else []
         states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
         if states:
             held = [f for entry in states if len(f := entry.pop(CONTROL_KEY, ()))]
             live = self._live_counts()
-            if follow and held and held[0] is not self._marked:
-                is_saved = isinstance(held[0], Mapping)  # it is from a state dict
-                saved = held[0] if is_saved else dict(zip(PERSISTENT, held[0], strict=False))
-                self._write_control({k: saved[k] for k in PERSISTENT[: len(live)] if k in saved})
-            elif follow and not held:
+            if follow and not (held and held[0] is self._marked):
+                self._take_counts(*held[:1])
                 self._count_at_least([entry["step"] for entry in states])
             states[0][CONTROL_KEY] = self._marked = live
+
+    def _follow_moved(self) -> None:
+        if self.keeps_counts:
+            entries = (self.state.get(param) for param in params_of(self))
+            first = next((e for e in entries if isinstance(e, dict) and "step" in e), None)
+            if first is not None and first.get(CONTROL_KEY) is not self._marked:
+                self._mark_control(follow=True)
 
     def _set_control(self, **fields: float) -> None:
         kept = self.has_schedule, self.has_loss_scale

@@ -253,6 +253,9 @@ def test_state_that_a_program_moves_by_hand_continues_the_schedule(move: str) ->
     rows = zip(other.parameters(), model.parameters(), packed, strict=True)
     for mine, theirs, saved_state in rows:
         resumed.state[mine] = MOVES[move](optimizer.state[theirs], resumed.state[mine], saved_state)
+    done = optimizer.control.steps - optimizer.control.skipped_steps
+    assert resumed.control.steps - resumed.control.skipped_steps == done  # before a step
+    assert move == "moments alone" or fields(resumed) == fields(optimizer)
     if move == "moments alone":  # they have no loss scale
         for name in ("loss_scale", "growth_tracker"):
             resumed.control.live(name).copy_(optimizer.control.live(name))
@@ -290,3 +293,29 @@ def test_state_that_a_program_puts_back_rolls_back_the_schedule(how: str, loss_s
         model.load_state_dict(weights)
     assert runs[0][0]["steps"] == 10
     torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+
+
+EDITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "not finite": lambda value: value / 0,
+    "halved": lambda value: value * 0.5,
+    "rows added": lambda value: torch.cat([value, torch.zeros_like(value)]),
+    "cast": lambda value: value.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_counts_that_a_program_edits_with_all_state_are_no_nonsense(edit: str) -> None:
+    """As densification does, which knows of `step` alone. A halved loss scale is one, too."""
+    model, optimizer = job()
+    train(model, optimizer, 5)
+    before, scale = fields(optimizer), float(optimizer.control.loss_scale)
+    state = optimizer.state[next(model.parameters())]
+    state["torchopt_ext.control"] = EDITS[edit](state["torchopt_ext.control"])
+    if edit == "halved":
+        before["loss_scale"], scale = scale / 2, scale / 2
+    assert {k: fields(optimizer)[k] for k in ("steps", "loss_scale")} == {
+        k: before[k] for k in ("steps", "loss_scale")
+    }
+    train(model, optimizer, 1)
+    assert optimizer.control.steps == before["steps"] + 1 and optimizer.control.skip == 0
