@@ -68,7 +68,7 @@ class HookedStep:
         order = cls.__mro__
         first = next(i for i in range(1, len(order)) if issubclass(order[i], HookedStep))
         wrapper = {n: v for base in reversed(order[1:first]) for n, v in vars(base).items()}
-        if "__getattr__" not in wrapper or not isinstance(wrapper.get("optimizer"), property):
+        if not isinstance(wrapper.get("optimizer"), property):
             return
         ours = [base for base in order[first:] if base.__module__.startswith("torchopt_ext.")]
         for name in {name for base in ours for name in vars(base)} - vars(cls).keys():

@@ -183,6 +183,19 @@ def test_stock_accelerate_steps_and_knows_what_its_scaler_skips(stock, scaled):
         assert step == SKIPPED or (control.clip_factor < 1) == (control.grad_norm > 0.3)
 
 
+def test_what_is_set_on_stock_accelerates_wrapper_stays_there(stock):
+    """As the page says: the optimizer in it has the attributes."""
+    model, prepared = stock.prepare(model := new_model(), FusedAdamW(model.parameters()))
+    prepared.max_grad_norm = 1e-3
+    assert prepared.optimizer.max_grad_norm is None
+    for number, threshold in enumerate((None, 1e-3)):
+        prepared.optimizer.max_grad_norm = threshold
+        stock.backward(model(*batches()[number])["loss"])
+        prepared.step()
+        prepared.zero_grad()
+        assert (prepared.optimizer.control.clip_factor < 1) == (threshold is not None)
+
+
 def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator):
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     models = [torch.nn.Linear(2, 2) for _ in range(2)]
@@ -393,25 +406,32 @@ def test_accelerates_fsdp2_keeps_the_choice_of_fp32_moments(fsdp2, kind, chosen)
     assert (coded[model.embedding.weight], coded[model.head.weight]) == (False, True)
 
 
-@pytest.mark.parametrize("kind", [None, OptimizersContainer])
+@pytest.mark.parametrize("kind", [None, OptimizersContainer, OptimizersInBackwardContainer])
 @pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
 def test_accelerates_fsdp2_does_not_lose_masters_that_were_set(fsdp2, kind, master_weights):
     model, exact = new_model().bfloat16(), new_model()
+    plain = copy.deepcopy(model)
     optimizer = adamw(kind, model, {"lr": 0.1, "master_weights": master_weights})
     weights = {name: p.detach().clone() for name, p in exact.named_parameters()}
     optimizer.refresh_masters(from_=weights)
     model, prepared = fsdp2.prepare(model, optimizer)
     x, labels = (t.bfloat16() for t in batches()[0])
-    fsdp2.backward(model(x, labels)["loss"])
     before = whole(model)
-    with pytest.raises(RuntimeError, match=r"refresh_masters.* call it again"):
+
+    def train():  # a container in backward raises in backward
+        fsdp2.backward(model(x, labels)["loss"])
         prepared.step()
+
+    with pytest.raises(RuntimeError, match=r"refresh_masters.* call it again"):
+        train()
     assert_same(whole(model), before)
+    prepared.zero_grad()
     optimizer.refresh_masters(from_=weights)
     theirs = torch.optim.AdamW(exact.parameters(), lr=0.1)
-    for param, sharded in zip(exact.parameters(), model.parameters(), strict=True):
-        param.grad = sharded.grad.full_tensor().float()
-    prepared.step()
+    plain(x, labels)["loss"].backward()
+    for param, rounded in zip(exact.parameters(), plain.parameters(), strict=True):
+        param.grad = rounded.grad.float()
+    train()
     theirs.step()
     assert_same(whole(model), [p.detach().bfloat16() for p in exact.parameters()])
     assert len(optimizer.state) == len(before)
@@ -693,6 +713,22 @@ def fabrics(optimizer):
     return module.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
 
 
+class Copying:
+    """Takes the class's place with a copy of the attributes, as Lightning 2.1's wrappers do."""
+
+    def __init__(self, optimizer):
+        self.__dict__ = {
+            k: v for k, v in vars(optimizer).items() if k not in ("state_dict", "step")
+        }
+        self.__class__ = type("Copying", (type(self), type(optimizer)), {})
+        self._optimizer = optimizer
+
+    optimizer = property(lambda self: self._optimizer)
+
+    def step(self, *args):
+        return self.optimizer.step(*args)
+
+
 def lightnings(optimizer):
     module = pytest.importorskip("lightning.pytorch.core.optimizer", reason=WITHOUT)
     wrapper = module.LightningOptimizer(optimizer)
@@ -707,7 +743,7 @@ OURS = {
         FusedAdamW(model.parameters(), lr=0.1), clip_grad_norm=0.3
     ),
 }
-WRAPPERS: list[Any] = [Proxy, AttributeProxy, HelperProxy, LambdaProxy, PropertyProxy]
+WRAPPERS: list[Any] = [Proxy, AttributeProxy, HelperProxy, LambdaProxy, PropertyProxy, Copying]
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, proxy_of_a_proxy, fabrics, lightnings])
@@ -732,7 +768,7 @@ def test_torchs_scaler_around_a_wrapper_trains_as_torch_does(wrap, kind):
         torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
-@pytest.mark.parametrize("wrap", [fabrics, lightnings])
+@pytest.mark.parametrize("wrap", [fabrics, lightnings, Copying])
 def test_what_is_set_on_an_imitating_wrapper_reaches_the_optimizer(wrap):
     model, same = new_model(), new_model()
     wrapper = wrap(FusedAdamW(model.parameters(), lr=0.1, track=["norms"]))
