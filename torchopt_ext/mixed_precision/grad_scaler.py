@@ -21,6 +21,7 @@ from torchopt_ext.optim.loss_scale import (
     scale_settings,
 )
 from torchopt_ext.state.devices import moved
+from torchopt_ext.state.params import params_of
 
 _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -104,7 +105,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: the scaler is enabled, and ``step`` was called twice since the last
-                ``update()`` or with a closure other than None.
+                ``update()`` or with a closure other than None. Or ``unscale_`` was called with
+                another optimizer that has some of these gradients, such as a part of a container.
             TypeError: the object only hands on attributes of another optimizer.
         """
         if not self._enabled:
@@ -112,6 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         closure = kwargs.pop("closure", args[0] if args else None)
         if closure is not None:
             raise RuntimeError("a closure cannot be used while gradients are scaled")
+        self._reject_unscaled(optimizer)
         if not getattr(optimizer, "checks_overflow_in_step", False):
             return super().step(optimizer, *args[1:], **kwargs)
         if not isinstance(optimizer, HookedStep) or inner_optimizer(optimizer) is not optimizer:
@@ -147,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: the parameters do not hold the optimizer's gradients
                 (ZeroRedundancyOptimizer with sharded gradients). Its step unscales them. Or the
-                optimizer has stepped in backward, with scaled gradients.
+                optimizer has stepped in backward, with scaled gradients, or as for :meth:`step`.
         """
         if self._enabled and getattr(optimizer, "steps_in_backward", False):
             raise RuntimeError(
@@ -159,7 +162,22 @@ class GradScaler(torch.amp.GradScaler):
                 f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
                 f"leave unscale_() out: step() unscales, checks and clips them"
             )
+        if self._enabled:
+            self._reject_unscaled(optimizer)
         super().unscale_(optimizer)
+        if self._enabled:
+            self._per_optimizer_states[id(optimizer)]["params"] = {*map(id, params_of(optimizer))}
+
+    def _reject_unscaled(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if gradients were unscaled already, through another object."""
+        others = [s for key, s in self._per_optimizer_states.items() if key != id(optimizer)]
+        unscaled: set[int] = set().union(*(state.get("params", ()) for state in others))
+        if unscaled and not unscaled.isdisjoint(map(id, params_of(optimizer))):
+            raise RuntimeError(
+                f"unscale_() has unscaled gradients of this {type(optimizer).__name__} as another "
+                f"optimizer's, such as a container's or that of a part: give unscale_() and step() "
+                f"the same object"
+            )
 
     @run_eagerly
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -18,7 +18,7 @@ from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.context import IDLE
 
 from ...support.compare import assert_same_bits, bits, snapshot
-from ...support.problems import make_params, set_gradients
+from ...support.problems import make_params, params_of, set_gradients
 from .scaling import PATTERN, SPECIALS, drive, plant, scaler_of
 
 
@@ -368,6 +368,46 @@ def test_calls_in_the_wrong_order() -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("cls", [FusedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("first", ["container", "part"])
+@pytest.mark.parametrize("then", ["step", "unscale_"])
+def test_gradients_are_unscaled_once(cls: Any, first: str, then: str) -> None:
+    """A container and its parts have the same gradients."""
+    parts = parts_of()
+    container = OptimizersContainer(parts, cls, {"lr": 0.02})
+    one, other = container, container.optimizers[1]
+    if first == "part":
+        one, other = other, one
+    scaler = scaler_of(GradScaler)
+    params = all_params(parts)
+    before = [bits(p) for p in params]
+    set_gradients(params)
+    scaler.unscale_(one)
+    unscaled = [bits(p.grad) for p in params]
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) and step\(\) the same object"):
+        getattr(scaler, then)(other)
+    assert ([bits(p) for p in params], [bits(p.grad) for p in params]) == (before, unscaled)
+    scaler.step(one)
+    scaler.update()
+    set_gradients(params)
+    scaler.step(other)  # nothing is kept beyond update()
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_a_containers_own_step_after_unscale_ends_in_update(scaler_class: Any) -> None:
+    """`unscale_`, then the optimizer's own step: scalers take only a check that they have made."""
+    parts, reference = parts_of(), parts_of()
+    container, params = container_of(parts), all_params(parts)
+    plain = torch.optim.AdamW(all_params(reference), lr=0.02)
+    for optimizer in (container, plain):
+        scaler = scaler_of(scaler_class)
+        set_gradients(params_of(optimizer), scale=scaler.get_scale())
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        scaler.update()
+    torch.testing.assert_close(params, all_params(reference))
 
 
 def test_an_update_without_memory() -> None:
