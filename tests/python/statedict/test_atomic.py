@@ -199,18 +199,23 @@ def test_warnings_as_errors_leave_no_half_load(make: Any) -> None:
         assert bool(difference(state_of(target), before)) == (action == "always")
 
 
-CLASSES: dict[str, Make] = {
-    "FusedAdamW": lambda model: FusedAdamW(
-        [{"params": [*model[0].parameters()]}, {"params": model[1].parameters(), "lr": 0.5}],  # type: ignore[index]
-        **EIGHT_BITS,
-    ),
-    "container": lambda model: OptimizersContainer([model], FusedAdamW, dict(EIGHT_BITS)),
-    "adapted": lambda model: FSDPadaptOptimizer(FusedAdamW(model.parameters())),
-    "ZeRO": sharded,
-    "schedules": lambda model: LRSchedulersContainer(
+CLASSES: dict[str, Callable[[nn.Module, list[dict[str, Any]]], Any]] = {
+    "FusedAdamW": lambda _, groups: FusedAdamW(groups, **EIGHT_BITS),
+    "container": lambda model, _: OptimizersContainer([model], FusedAdamW, dict(EIGHT_BITS)),
+    "adapted": lambda model, _: FSDPadaptOptimizer(FusedAdamW(model.parameters())),
+    "ZeRO": lambda _, groups: ZeroRedundancyOptimizer(groups[:1], FusedAdamW, lr=0.1),
+    "schedules": lambda model, _: LRSchedulersContainer(
         OptimizersContainer([model], FusedAdamW, {}), lambda step: 1.0
     ),
 }
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    return [{"params": [*model[0].parameters()]}, {"params": model[1].parameters(), "lr": 0.5}]
+
+
+def listed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "params": [*map(id, group["params"])]} for group in groups]
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -219,10 +224,12 @@ def test_a_constructor_that_fails_anywhere_changes_nothing(kind: str) -> None:
     params = [*model.parameters()]
     before = [(vars(p).copy(), p.detach().clone(), p.requires_grad) for p in params]
     for call in range(1, 10_000):
+        groups = groups_of(model)
         try:
             with failing_at(call):
-                CLASSES[kind](model)
+                CLASSES[kind](model, groups)
         except Injected:
+            assert listed(groups) == listed(groups_of(model))
             for p, (attributes, value, requires_grad) in zip(params, before, strict=True):
                 assert vars(p) == attributes and torch.equal(p, value)
                 assert p.requires_grad == requires_grad and not p._backward_hooks
