@@ -1,111 +1,22 @@
 // Newton-Schulz iterations on fp32 matrices: docs/numerics.md section 12.
 #include "work/orthogonalize.h"
 
-#include <ATen/Parallel.h>
-
-#include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <memory>
 #include <mutex>
 
 #include "cpu/float_mode.h"
 #include "cpu/kernel_table.h"
+#include "cpu/multiply.h"
 
 namespace torchopt_ext::cpu {
 namespace {
 
-// Below this many multiply-adds or elements a second thread costs more time than it saves.
-constexpr int64_t kProductPerThread = int64_t{1} << 20;
+// Below this many elements a second thread costs more time than it saves.
 constexpr int64_t kElementsPerThread = 32768;
 // A matrix whose product X X^T takes at most this many multiply-adds is small: one thread
 // orthogonalizes it in milliseconds.
 constexpr int64_t kSmallProduct = int64_t{1} << 27;
-
-// Calls body() on at most `threads` threads, in the mode that FloatMode sets.
-template <class Body>
-void on_threads(int64_t threads, const Body& body) {
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const FloatMode mode;
-    body();
-  });
-}
-
-int64_t useful_threads(int64_t work, int64_t work_per_thread) {
-  if (at::in_parallel_region()) {
-    return 1;
-  }
-  return std::clamp<int64_t>(work / work_per_thread, 1, at::get_num_threads());
-}
-
-ProductScratch& scratch() {
-  static thread_local const auto memory = std::make_unique<ProductScratch>();
-  return *memory;
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// How a product's result is cut into blocks. Large blocks pack their operands less often.
-struct Grid {
-  int64_t block_rows;
-  int64_t block_cols;
-  int64_t rows;  // of blocks
-  int64_t cols;
-  int64_t blocks;
-
-  Grid(const Product& p, int64_t threads) : block_rows(p.rows), block_cols(kBlockCols) {
-    constexpr int64_t kLeast = kBlockCols / 4;
-    if (p.symmetric) {
-      block_rows = kBlockCols;
-    }
-    for (count(p); threads > 1 && 2 * blocks < 3 * threads; count(p)) {
-      if (p.symmetric && block_rows > kLeast) {
-        block_rows = block_cols = block_rows / 2;
-      } else if (!p.symmetric && block_rows > 2 * block_cols) {
-        block_rows = ceil_div(ceil_div(block_rows, 2), kLeast) * kLeast;
-      } else if (!p.symmetric && block_cols > kLeast) {
-        block_cols /= 2;
-      } else {
-        break;
-      }
-    }
-  }
-
-  Block block(const Product& p, int64_t number) const {
-    int64_t i = number;
-    int64_t j = 0;
-    if (p.symmetric) {  // column by column down to the diagonal
-      for (; i > j; ++j) {
-        i -= j + 1;
-      }
-    } else {
-      j = number / rows;
-      i = number % rows;
-    }
-    return {i * block_rows, std::min((i + 1) * block_rows, p.rows), j * block_cols,
-            std::min((j + 1) * block_cols, p.cols)};
-  }
-
- private:
-  void count(const Product& p) {
-    rows = ceil_div(p.rows, block_rows);
-    cols = ceil_div(p.cols, block_cols);
-    blocks = p.symmetric ? cols * (cols + 1) / 2 : rows * cols;
-  }
-};
-
-void multiply(const Product& p) {
-  const int64_t operations = p.rows * p.cols * p.depth / (p.symmetric ? 2 : 1);
-  const int64_t threads = useful_threads(operations, kProductPerThread);
-  const Grid grid(p, threads);
-  std::atomic<int64_t> next{0};
-  on_threads(std::min(threads, grid.blocks), [&] {
-    ProductScratch& memory = scratch();
-    for (int64_t i = next++; i < grid.blocks; i = next++) {
-      kernels().product(p, grid.block(p, i), memory);
-    }
-  });
-}
 
 // Calls body(first, last) on ranges of rows.
 template <class Body>
@@ -125,18 +36,19 @@ double sum_of_squares(const Matrix& m) {
   for_rows(m, [&](int64_t first, int64_t last) {
     ExactAccumulator acc{};
     const auto add = kernels().add_squares[static_cast<int>(DType::kFloat32)];
-    const int64_t length = m.ld == m.cols ? (last - first) * m.cols : m.cols;
+    const bool is_dense = m.ld == m.cols;
+    const int64_t runs = is_dense ? 1 : last - first;
+    const int64_t length = (last - first) / runs * m.cols;
     int64_t pending = 0;
-    for (const float* x = m.x + first * m.ld; x < m.x + last * m.ld;
-         x += m.ld == m.cols ? length : m.ld) {
-      for (int64_t i = 0; i < length; i += ExactAccumulator::kMaxPendingAdds) {
-        const int64_t n = std::min(length - i, ExactAccumulator::kMaxPendingAdds);
+    for (int64_t i = 0; i < runs; ++i) {
+      for (int64_t begin = 0; begin < length; begin += ExactAccumulator::kMaxPendingAdds) {
+        const int64_t n = std::min(length - begin, ExactAccumulator::kMaxPendingAdds);
         pending += n;
         if (pending > ExactAccumulator::kMaxPendingAdds) {
           accumulator_normalize(acc);
           pending = n;
         }
-        add(x + i, n, /*row_length=*/1, /*next=*/nullptr, acc);
+        add(m.x + (first + i) * m.ld + begin, n, /*row_length=*/1, /*next=*/nullptr, acc);
       }
     }
     accumulator_normalize(acc);
