@@ -152,21 +152,21 @@ class GradScaler(torch.amp.GradScaler):
                 (ZeroRedundancyOptimizer with sharded gradients). Its step unscales them. Or the
                 optimizer has stepped in backward, with scaled gradients, or as for :meth:`step`.
         """
-        if self._enabled and getattr(optimizer, "steps_in_backward", False):
+        if not self._enabled:
+            return
+        if getattr(optimizer, "steps_in_backward", False):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} steps in backward, before a gradient scaler can "
                 f"unscale gradients: use no scaler, or an optimizer that updates in step()"
             )
-        if self._enabled and getattr(optimizer, "gradients_are_sharded", False):
+        if getattr(optimizer, "gradients_are_sharded", False):
             raise RuntimeError(
                 f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
                 f"leave unscale_() out: step() unscales, checks and clips them"
             )
-        if self._enabled:
-            self._reject_unscaled(optimizer)
+        self._reject_unscaled(optimizer)
         super().unscale_(optimizer)
-        if self._enabled:
-            self._per_optimizer_states[id(optimizer)]["params"] = {*map(id, params_of(optimizer))}
+        self._per_optimizer_states[id(optimizer)]["params"] = {*map(id, params_of(optimizer))}
 
     def _reject_unscaled(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if gradients were unscaled already, through another object."""
