@@ -311,7 +311,8 @@ def test_counts_that_a_program_edits_with_all_state_are_no_nonsense(edit: str) -
     train(model, optimizer, 5)
     before, scale = fields(optimizer), float(optimizer.control.loss_scale)
     state = optimizer.state[next(model.parameters())]
-    state["torchopt_ext.control"] = EDITS[edit](state["torchopt_ext.control"])
+    counts = EDITS[edit](state["torchopt_ext.control"])
+    state.update({**cloned(state), "torchopt_ext.control": counts})
     if edit == "halved":
         before["loss_scale"], scale = scale / 2, scale / 2
     assert {k: fields(optimizer)[k] for k in ("steps", "loss_scale")} == {
