@@ -20,16 +20,13 @@ ProductScratch& scratch() {
 // How a product's result is cut into blocks. Large blocks pack their operands less often.
 struct Grid {
   int64_t block_rows;
-  int64_t block_cols;
+  int64_t block_cols = kBlockCols;
   int64_t rows;  // of blocks
   int64_t cols;
   int64_t blocks;
 
-  Grid(const Product& p, int64_t threads) : block_rows(p.rows), block_cols(kBlockCols) {
+  Grid(const Product& p, int64_t threads) : block_rows(p.symmetric ? kBlockCols : p.rows) {
     constexpr int64_t kLeast = kBlockCols / 4;
-    if (p.symmetric) {
-      block_rows = kBlockCols;
-    }
     for (count(p); threads > 1 && 2 * blocks < 3 * threads; count(p)) {
       if (p.symmetric && block_rows > kLeast) {
         block_rows = block_cols = block_rows / 2;
