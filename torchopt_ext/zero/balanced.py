@@ -48,13 +48,14 @@ class BalancedBuckets:
         self.mine: list[list[Tensor]] = []  # this rank's parts, group by group
         self.reducer = Reducer(ranks, params, self.all_buckets, hooks=sharded_gradients)
         self._part_of: dict[Tensor, Part] = {}
-        self._whole: tuple[list[Tensor], list[Tensor]] = [], []  # whole parts, their parameters
+        self._whole: list[Tensor] = []  # the parts that are whole parameters
+        self._whole_params: list[Tensor] = []  # these parameters
         self._cut: list[Part] = []  # the other parts
         # Sources of cut gradients, and their versions. To cut the same again could undo clipping.
         self._sources: dict[Part, tuple[Tensor, int]] = {}
         self._laid: list[Tensor] = []  # all parameters
         self._unsent: list[Tensor] = []  # those that were frozen at every step
-        self._places = b""  # of all parameters
+        self._places = b""  # where all parameters lie
         self._marks = _C.WeightMarks()  # of all parameters after the last step
         # Collectives under way, and the windows they fill.
         self._updates_in_flight: dict[Bucket, tuple[list[Any], Tensor | None]] = {}
@@ -72,6 +73,11 @@ class BalancedBuckets:
             bucket.lay_anew()
         copied._places = _C.places(copied._laid)
         return copied
+
+    @property
+    def grows(self) -> list[Any]:
+        """The objects that have more attributes, or more in them, after :meth:`add_group`."""
+        return [self, self.reducer]
 
     @property
     def gradients_are_sharded(self) -> bool:
@@ -131,8 +137,8 @@ class BalancedBuckets:
             bucket.parts.append(part)
             self._part_of[tensor] = part
             if part.is_whole:
-                self._whole[0].append(tensor)
-                self._whole[1].append(param)
+                self._whole.append(tensor)
+                self._whole_params.append(param)
             else:
                 self._cut.append(part)
         return tensors
@@ -156,7 +162,7 @@ class BalancedBuckets:
         self.follow_memory()
         if self.reducer.active:
             return
-        _C.share_gradients(*self._whole)
+        _C.share_gradients(self._whole, self._whole_params)
         for part in self._cut:
             grad = part.param.grad
             if grad is None:
@@ -176,7 +182,7 @@ class BalancedBuckets:
             self.reducer.stepped = True
         else:
             self._sources.clear()
-            _C.clear_gradients(self._whole[0])
+            _C.clear_gradients(self._whole)
             for part in self._cut:
                 part.tensor.grad = None
         _C.increment_versions(self._laid)

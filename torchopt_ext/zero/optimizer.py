@@ -51,6 +51,7 @@ from torchopt_ext.zero.parameters import (
     describe_arguments,
 )
 from torchopt_ext.zero.ranks import Ranks, bounded
+from torchopt_ext.zero.rollback import regrown_if_raised
 from torchopt_ext.zero.whole import WholeTensors
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,13 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             return
         if self._overlap_with_ddp:
             raise RuntimeError("overlap_with_ddp=True supports one param group only")
-        with restored_if_raised([], self):
+        with (
+            restored_if_raised([param_group], self),
+            restored_if_raised([], self.optim),
+            undone_if_raised(self),
+            undone_if_raised(self.optim),
+            regrown_if_raised(*self.partition.grows),
+        ):
             with fail_together(self.process_group):
                 fused = self.local.fused if self.local.is_fused else None
                 defaults = fused.defaults_of_new(param_group) if fused else self.defaults
@@ -225,10 +232,11 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 arguments = {k: v for k, v in self.local.arguments.items() if k != "fp32_moments"}
                 self.local.constructor([dict(group)], **arguments)
             check_same(self.params.describe(), "parameters", self.process_group)
-        self._all_params = params_of(self)
-        self._is_trainable_mask = _C.requires_grad(self._all_params)
-        self.local.add_group()
-        self._consolidated = None
+            self._all_params = params_of(self)
+            self._is_trainable_mask = _C.requires_grad(self._all_params)
+            with fail_together(self.process_group):
+                self.local.add_group()
+            self._consolidated = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as torch.optim.Optimizer does, including this rank's parts of them."""

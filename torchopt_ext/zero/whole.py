@@ -39,7 +39,7 @@ class WholeTensors:
         # gradient that its owner applies, so it continues to be sent.
         self._sent: set[Tensor] = set()
         self._unsent: list[Tensor] = []  # the other parameters
-        self._places = b""  # of all parameters
+        self._places = b""  # where all parameters lie
         self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
 
     def add_group(
@@ -57,17 +57,24 @@ class WholeTensors:
 
     def _assign(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
-        for weighs, ties in ((True, None), (False, self._loads[True])):
+        for weighs in (True, False):
             chosen = [p for p in params if p.requires_grad is weighs]
-            sizes, loads = [param.numel() for param in chosen], self._loads[weighs]
+            sizes, loads = [param.numel() for param in chosen], [*self._loads[weighs]]
+            ties = None if weighs else self._loads[True]
             owners = ops.partition_greedy(sizes, self.ranks.size, loads, ties)
             for param, size, rank in zip(chosen, sizes, owners, strict=True):
                 owner[param] = rank
                 loads[rank] += size
+            self._loads[weighs] = loads
         per_rank: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
         for param in sorted(params, key=lambda p: -p.numel()):  # the order in torch's groups
             per_rank[owner[param]].append(param)
         return per_rank
+
+    @property
+    def grows(self) -> list[Any]:
+        """The objects that have more in their attributes after :meth:`add_group`."""
+        return [self]
 
     @property
     def mine(self) -> list[list[Tensor]]:

@@ -35,9 +35,13 @@ class Injected(Exception):
     pass
 
 
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
 @contextmanager
-def failing_at(call: int) -> Iterator[list[str]]:
-    """Raises Injected in the package's function call of this number; yields the calls made.
+def failing_at(call: int, error: type[BaseException] = Injected) -> Iterator[list[str]]:
+    """Raises an error in the package's function call of this number; yields the calls made.
 
     Calls are counted until one of WRITES is called.
     """
@@ -54,7 +58,7 @@ def failing_at(call: int) -> Iterator[list[str]]:
                 return
             calls.append(name)
             if len(calls) == call:
-                raise Injected(name)
+                raise error(name)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -235,6 +239,37 @@ def test_a_constructor_that_fails_anywhere_changes_nothing(kind: str) -> None:
                 assert p.requires_grad == requires_grad and not p._backward_hooks
             continue
         assert call > 10
+        break
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"state_dtype": "int8"}, Injected),
+        ({"parameters_as_bucket_view": True}, Interrupted),
+        ({"partition": "balanced", "sharded_gradients": True}, Interrupted),
+    ],
+)
+def test_a_group_that_fails_to_be_added_anywhere_is_not_added(options: Any, error: Any) -> None:
+    for call in range(1, 10_000):
+        model = model_of(1)
+        zero: Any = ZeroRedundancyOptimizer(model[0].parameters(), FusedAdamW, lr=0.1, **options)  # type: ignore[operator]
+        train(model[0], zero, [0])  # type: ignore[operator]
+        group, before = {"params": [*model[1].parameters()], "lr": 0.3}, state_of(zero)  # type: ignore[operator]
+        try:
+            with failing_at(call, error):
+                zero.add_param_group(group)
+        except error:
+            assert_same(state_of(zero), before)
+            assert [*group] == ["params", "lr"]
+            assert not any(p._post_accumulate_grad_hooks for p in model[1].parameters())  # type: ignore[operator]
+            zero.step()
+            zero.add_param_group(group)
+            former = contents([*model.parameters()])
+            train(model, zero, [1])
+            assert all(map(difference, contents([*model.parameters()]), former))
+            continue
+        assert call > 100
         break
 
 
