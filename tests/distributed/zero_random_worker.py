@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
 SHAPES: list[tuple[int, ...]] = [
-    (3,), (4, 5), (), (70, 3), (2, 3, 4), (64, 65), (300,), (6, 4, 3, 3), (0, 4)
+    (3,), (4, 5), (), (70, 3), (2, 3, 4), (96, 96), (300,), (64, 32, 3, 3), (0, 4)
 ]  # fmt: skip
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
 CLIPPED = {"max_grad_norm": 1.0, "skip_nonfinite": True}
@@ -134,11 +135,20 @@ class Twins:
             weight.mul_(torch.where(weight > 0, -0.5, 1.0))
 
     def change_layout(self) -> None:
+        """Balanced rejects it. The other partitions keep it, or another after the next call."""
+        turned: list[tuple[Tensor, Tensor]] = []
         for _, params in self._both():
             for param in params:
                 if param.dim() == 4:
-                    turned = param.data.to(memory_format=torch.channels_last)
-                    param.data = param.data.contiguous() if turned is param.data else turned
+                    turned.append((param, param.data))
+                    other = param.data.to(memory_format=torch.channels_last)
+                    param.data = param.data.contiguous() if other is param.data else other
+        if self._partition == "balanced" and turned:
+            set_gradients([param for param in params_of(self._sharded) if param.requires_grad])
+            with unchanged(self._sharded), pytest.raises(RuntimeError, match="has strides"):
+                self._sharded.step()
+            for param, former in turned:
+                param.data = former
 
     def copy(self) -> None:
         """Goes on with a copy, alone or with its parameters. The original makes another step."""
@@ -279,8 +289,8 @@ class Training:
         for of_rank in gradients:
             (self._models[1](of_rank) / len(gradients)).backward()
 
-    def _step(self) -> None:
-        """Steps both. If the mode cannot, all ranks raise, and nothing is changed."""
+    def _step(self, says: str = "p.grad") -> bool:
+        """Steps both. If the mode cannot, all ranks raise, nothing is changed; returns False."""
         before, error = [p.detach().clone() for p in self._models[0].parameters()], ""
         try:
             self._optimizers[0].step()
@@ -289,11 +299,12 @@ class Training:
         errors = gathered(error)
         assert len({bool(e) for e in errors}) == 1, errors
         if error:
-            assert any("p.grad" in e for e in errors), errors
+            assert any(says in e for e in errors), errors
             assert not difference([p.detach() for p in self._models[0].parameters()], before)
         else:
             self._optimizers[1].step()
         self._zero_grad()
+        return not error
 
     def train(self) -> None:
         for _ in range(self._choose.randint(1, 2)):
@@ -352,6 +363,29 @@ class Training:
         for model in self._models:
             p, q = model.weights[one], model.weights[other]
             p.data, q.data = (q.data, p.data) if exchanges else (p.data * 0.5, q.data)
+
+    def change_layout(self) -> None:
+        """Elements come to lie in another order for a step, which balanced rejects."""
+        weights = self._models[0].weights
+        number = self._choose.choice([n for n, p in enumerate(weights) if p.dim() in (2, 4)])
+        params = [model.weights[number] for model in self._models]
+        former = [param.data for param in params]
+        transposes = self._choose.random() < 0.5
+        for param in params:
+            if param.dim() == 4:
+                param.data = param.data.to(memory_format=torch.channels_last)
+            elif transposes and param.shape[0] == param.shape[1]:
+                param.data = param.data.t()
+            else:
+                param.data = param.data.t().contiguous().t()
+        changed = params[0].stride() != former[0].stride() and params[0].numel() > 0
+        self.make_ddp()
+        self._backward()
+        takes = self._mode in ("greedy", "bucket view") or not changed
+        assert self._step("has strides") == takes
+        for param, data in zip(params, former, strict=True):
+            param.data = param.data.contiguous() if takes else data
+        self.make_ddp()
 
     def check(self) -> None:
         for param, plain in zip(*(model.weights for model in self._models), strict=True):

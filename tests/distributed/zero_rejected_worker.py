@@ -43,11 +43,12 @@ from tests.support.problems import params_of, set_gradients, train
 from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
-from torchopt_ext.zero import ZeroRedundancyOptimizer, hook_with_zero_step
+from torchopt_ext.zero import ZeroRedundancyOptimizer, hook_with_zero_step, reduce_scatter_hook
 from torchopt_ext.zero.local_optimizer import LocalOptimizer
 
 BF16 = torch.bfloat16
 LAST = 1
+BALANCED = PARTITIONS["balanced"]
 
 
 def is_last() -> bool:
@@ -292,6 +293,78 @@ def other_shape() -> None:
         zero.step()
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels_last": lambda data: data.to(memory_format=torch.channels_last),
+    "transposed": lambda data: data.transpose(0, 1),  # the same memory
+    "other shape": lambda data: data.view(128, 128),
+}
+
+
+def other_layout(change: str, mode: str, everywhere: bool) -> None:
+    """A cut parameter's memory is replaced once the optimizer is built, and DDP is made anew."""
+    torch.manual_seed(0)
+    models = [nn.Conv2d(64, 64, 2)]
+    models.append(copy.deepcopy(models[0]))
+    zero = zero_over(models[0].parameters(), **(SHARDED if mode == "sharded" else BALANCED))
+    plain = plain_over(models[1].parameters())
+
+    def backward() -> None:
+        ddp: nn.Module = Squares(models[0])
+        if mode != "sharded":
+            ddp = DDP(ddp, find_unused_parameters=True)  # does not learn that strides have changed
+            if mode == "hook":
+                ddp.register_comm_hook(None, reduce_scatter_hook(zero))
+        ddp().backward()
+
+    def both() -> None:
+        for _ in range(2):
+            backward()
+            Squares(models[1])().backward()
+            for optimizer in (zero, plain):
+                optimizer.step()
+                optimizer.zero_grad()
+        for param, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(param, other)
+
+    both()
+    weight = models[0].weight
+    former, weights = weight.data, [p.detach() for p in models[0].parameters()]
+    if everywhere or is_last():
+        weight.data = CHANGES[change](former)
+    if everywhere or mode == "sharded":  # DDP compares strides
+        backward()
+    else:
+        set_gradients(params_of(zero))
+    says = "parameter 0 of shape", "shape (64, 64, 2, 2)" if change == "other shape" else "strides"
+    for _ in range(2):
+        with (
+            unchanged(*weights),
+            raises(RuntimeError, *(says if everywhere or is_last() else ["rank 1"])),
+        ):
+            zero.step()
+    weight.data = former
+    if mode != "balanced" and everywhere:  # the gradients were taken while memory had another order
+        with unchanged(*weights), raises(RuntimeError, *says):
+            zero.step()
+    zero.zero_grad()
+    both()
+
+
+class Squares(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        weights = [
+            torch.arange(float(p.numel())).view(p.shape) / p.numel() for p in self.parameters()
+        ]
+        return sum(
+            ((p * w).square().sum() for p, w in zip(self.parameters(), weights, strict=True)),
+            torch.zeros(()),
+        )
+
+
 # ---- hooks, groups of ranks, other optimizers ----------------------------------------------------
 
 
@@ -402,6 +475,14 @@ def cases() -> Cases:
             wrong_local_optimizers,
         )
     }  # fmt: skip
+    table |= {
+        f"{change}, {mode}{'' if everywhere else ' on one rank'}": partial(
+            other_layout, change, mode, everywhere
+        )
+        for change in CHANGES
+        for mode in ("balanced", "hook", "sharded")
+        for everywhere in (True, False)
+    }
     hows = ["shape 0", "shape 1", "shape 3", "shape 5", "sizes", "fewer", "more"]
     for kind in KINDS:
         missing = [f"missing {number}" for number in range(6)] if kind != "SGD" else []

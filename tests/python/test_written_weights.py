@@ -203,6 +203,8 @@ def assert_train_alike(*jobs: Job) -> None:
 def test_a_write_takes_effect_where_it_was_made(write: str, kind: str) -> None:
     if "DTensor" in kind and write in NOT_ON_DTENSORS:
         pytest.skip("nothing tells of the change")
+    if "balanced" in kind and write == "strides":
+        pytest.skip("rejected: balanced buckets hold elements in the order that they had")
     job, fresh, torchs = Job(kind), Job(kind), Job(kind, torch.float32)
     for one in (job, fresh, torchs):
         one.step(3)

@@ -1,12 +1,13 @@
 """What a sharded optimizer accepts: parameters, arguments, optimizer classes and owners."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_ext import _C
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.norm import is_flattened
 from torchopt_ext.state.entries import REQUIRED
@@ -69,19 +70,19 @@ class Parameters:
         self.check_untied(ValueError)
 
     def check_untied(self, error: type[Exception] = RuntimeError) -> None:
-        """Raises ``error`` if parameters share memory: owners would not see both updates."""
-        params = [param for _, param in named_params(self) if param.numel() and not param.is_meta]
-        spans = sorted(
-            (str(p.device), p.data_ptr(), p.nbytes if p.is_contiguous() else 1, number)
-            for number, p in enumerate(params)
+        """Raises ``error`` if parameters share memory: owners would not see both updates.
+
+        Raises:
+            RuntimeError: elements of a parameter may share memory, as of an expanded one.
+        """
+        params = [param for _, param in named_params(self)]
+        if (found := _C.shared_memory(params)) is None:
+            return
+        one, two = (self.called(params[which]) for which in sorted(found))
+        raise error(
+            f"{one} and {two} share memory, but each is sharded by itself: tie them as one "
+            f"Parameter object, or give each memory of its own"
         )
-        for (device, start, nbytes, number), (other, after, _, following) in pairwise(spans):
-            if device == other and after < start + nbytes:
-                one, two = (self.called(params[which]) for which in sorted((number, following)))
-                raise error(
-                    f"{one} and {two} share memory, but each is sharded by itself: tie them as one "
-                    f"Parameter object, or give each memory of its own"
-                )
 
     def check_frozen(self, frozen: Iterable[Tensor]) -> None:
         """Raises RuntimeError if a parameter that was frozen at every step has a gradient.

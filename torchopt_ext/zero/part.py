@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext import _C
 from torchopt_ext.state.quantized import SCALES, can_quantize, groups_before, scale_shape
 
 
@@ -62,6 +63,11 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d)))
+
+
+def element_order(tensor: Tensor) -> list[int]:
+    """Returns the memory order of the dimensions that have more than one index."""
+    return [d for d in memory_order(tensor) if tensor.shape[d] > 1]
 
 
 def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
@@ -123,22 +129,36 @@ class Bucket:
         self.places[param] = view_in(self.flat, start, like)
         param.data = self.places[param].copy_(param.detach())
 
+    def problem(self, param: Tensor, called: Callable[[Tensor], str]) -> str:
+        """Says how ``p.data = ...`` has made a parameter unfit for its place, or returns "".
+
+        Where elements lie decides which rank owns them, and for which DDP's buckets have room.
+        """
+        place = self.places[param]
+        if (param.shape, param.dtype, param.device) != (place.shape, place.dtype, place.device):
+            return (
+                f"{called(param)}, {param.dtype} on {param.device}, had shape "
+                f"{tuple(place.shape)}, {place.dtype} on {place.device}: build the optimizer "
+                f"after changing or moving the model"
+            )
+        if param.stride() == place.stride() or element_order(param) == element_order(place):
+            return ""
+        return (
+            f"{called(param)} has strides {param.stride()}, its memory had {place.stride()} when "
+            f"the optimizer was built: build the optimizer and DDP after changing the memory "
+            f"format, or set values by p.data.copy_()"
+        )
+
     def is_moved(self, called: Callable[[Tensor], str]) -> bool:
         """Returns whether the memory of a parameter was replaced (``p.data = ...``).
 
         Raises:
-            RuntimeError: the shape, dtype or device of a parameter has changed; names it.
+            RuntimeError: the new memory has another shape, dtype, device or order of dimensions.
         """
-        for param, place in self.places.items():
-            is_now, was = ((t.shape, t.dtype, t.device) for t in (param, place))
-            if is_now != was:
-                raise RuntimeError(
-                    f"{called(param)}, {param.dtype} on {param.device}, had shape "
-                    f"{tuple(place.shape)}, {place.dtype} on {place.device}: build the optimizer "
-                    f"after changing or moving the model"
-                )
-        pairs = [(p, at) for p, at in self.places.items() if p.numel()]
-        return any((p.data_ptr(), p.stride()) != (at.data_ptr(), at.stride()) for p, at in pairs)
+        for param in self.places:
+            if problem := self.problem(param, called):
+                raise RuntimeError(problem)
+        return _C.places(list(self.places)) != _C.places(list(self.places.values()))
 
     @torch.no_grad()
     def lay_anew(self) -> None:

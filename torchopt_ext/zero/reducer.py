@@ -184,14 +184,17 @@ class Reducer:
             self.reduce_rest()
             self._next = len(self.buckets) - 1
         staging = bucket.stage(self.ranks.size)
-        if gradient.layout is not torch.strided or gradient.dtype != param.dtype:
+        place = bucket.places[param]
+        kinds = [(of.shape, of.dtype, of.layout) for of in (gradient, place)]
+        problem = bucket.problem(param, self.params.called)
+        if problem or kinds[0] != kinds[1]:
             # Raising here would leave the other ranks waiting for this rank's reductions.
-            self.wrong = (
+            self.wrong = problem or (
                 f"the gradient of {self.params.called(param)} is {gradient.dtype}, "
-                f"{gradient.layout}; expected {param.dtype}, dense"
+                f"{gradient.layout}; expected {place.dtype}, dense"
             )
-            gradient = torch.zeros_like(param)
-        flat = in_memory_order(gradient, param)
+            gradient = torch.zeros_like(place)
+        flat = in_memory_order(gradient, place)
         start, cuts = bucket.start(param), bucket.cuts
         end = start + flat.numel()
         for rank in range(bisect.bisect_right(cuts, start) - 1, bisect.bisect_left(cuts, end)):

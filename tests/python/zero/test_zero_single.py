@@ -47,6 +47,8 @@ PARTITIONS: dict[str, dict[str, Any]] = {
     "balanced": {"partition": "balanced", "bucket_elements": 64},
 }
 
+SHARDED = {**PARTITIONS["balanced"], "sharded_gradients": True}
+
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_partition = pytest.mark.parametrize("partition", PARTITIONS)
 
@@ -101,6 +103,40 @@ def test_large_tensors_do_not_part_small_ones() -> None:
     assert together[:2] == [[LARGE], [LARGE]]
     assert together[2] == [4, 8, LARGE - 4, 4, *[LARGE - 4] * (full - 1)]
     assert together[3:] == [[LARGE - 4] * (17 - full)]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [*PARTITIONS.values(), SHARDED])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("how", ["channel", "transposed", "expanded"])
+def test_memory_shared_with_or_inside_a_parameter(how: str, late: bool, options: Any) -> None:
+    """Its elements do not lie one after another, or one stands for several."""
+    weight = nn.Parameter(torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last))
+    matrix, other = nn.Parameter(torch.randn(6, 6).t()), nn.Parameter(torch.zeros(36))
+
+    def share() -> None:
+        if how == "channel":
+            other.data = weight.data.permute(0, 2, 3, 1).reshape(-1)[36:72]
+        elif how == "transposed":
+            other.data = matrix.data.t().reshape(-1)
+        else:
+            other.data = torch.zeros(1).expand(36)
+
+    if not late:
+        share()
+        with pytest.raises((RuntimeError, ValueError), match="share memory"):
+            ZeroRedundancyOptimizer([weight, matrix, other], FusedSGD, lr=0.1, **options)
+        return
+    zero: Any = ZeroRedundancyOptimizer([weight, matrix, other], FusedSGD, lr=0.1, **options)
+    share()
+    set_gradients([weight, matrix, other], seed=0)
+    with (
+        unchanged(*(p.detach() for p in (weight, matrix, other))),
+        pytest.raises(RuntimeError, match="share memory"),
+    ):
+        zero.step()
 
 
 # ---- what is accepted ----------------------------------------------------------------------------
@@ -407,7 +443,14 @@ def test_weights_that_are_read_by_columns(kind: str, partition: str) -> None:
     for optimizer in (zero, plain):
         train(optimizer, [0])
         matrix = params_of(optimizer)[0]
-        matrix.data = matrix.data.as_strided(matrix.shape, (1, matrix.shape[0]))
+        memory = matrix.data
+        matrix.data = memory.as_strided(matrix.shape, (1, matrix.shape[0]))
+        if partition == "balanced":
+            set_gradients(params_of(optimizer))
+            if optimizer is zero:
+                with unchanged(zero), pytest.raises(RuntimeError, match=r"strides \(1, 7\)"):
+                    zero.step()
+            matrix.data = memory
         train(optimizer, range(1, 4))
     assert_same(params_of(zero), params_of(plain))
 
@@ -462,9 +505,12 @@ def test_lists_of_parameters() -> None:
     params[1].requires_grad_(False)
     assert _C.requires_grad(params) == bytes([1, 0, 1])
     before = _C.places(params)
-    params[0].data = torch.zeros(3)
-    assert _C.places(params) != before
-    assert len(before) == 48 and before[32:40] == bytes(8)
+    for other in (torch.zeros(3), torch.zeros(6)[::2], torch.zeros(3, 1), torch.zeros(3).int()):
+        kept = nn.Parameter(other, requires_grad=False)
+        assert _C.places([kept, *params[1:]]) != before
+    square = torch.eye(2)
+    assert _C.places([square.t()]) != _C.places([square]) != _C.places([square[:1]])
+    assert _C.places([params[2]]) == _C.places([torch.ones(0)])
     parts = [torch.zeros(3), torch.zeros(2)]
     params[0].grad = torch.ones(3)
     parts[1].grad = torch.ones(2)
