@@ -440,8 +440,17 @@ def second_optimizer() -> None:
 
 
 def without_zero_grad() -> None:
+    """The model's does not reach sharded gradients: backward raises after a step, else adds up."""
     model, data = layers(4), torch.ones(2, 70)
     zero = zero_over(model.parameters(), **SHARDED)
+    norms = []
+    for passes in (1, 2):
+        for _ in range(passes):
+            model.zero_grad()
+            model(data).sum().backward()
+        norms.append(float(zero.clip_grad_norm_(1e9)))
+        zero.zero_grad()
+    assert norms[1] == 2 * norms[0] > 0
     model(data).sum().backward()
     zero.step()
     model.zero_grad()

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,25 @@ def test_memory_shared_with_or_inside_a_parameter(how: str, late: bool, options:
         pytest.raises(RuntimeError, match="share memory"),
     ):
         zero.step()
+
+
+@pytest.mark.parametrize("partition", ["bucket view", "balanced"])
+def test_files_of_a_model_and_of_its_layers(partition: str, tmp_path: Path) -> None:
+    """What docs/zero.md says about torch.save: buckets are written as a whole."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    options = PARTITIONS[partition] | ({"bucket_elements": None} if partition == "balanced" else {})
+    zero = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **options)
+    whole = sum(p.nbytes for p in model.parameters())
+    layer = model[0].state_dict()
+
+    def bytes_of(value: Any) -> int:
+        torch.save(value, tmp_path / "file")
+        return (tmp_path / "file").stat().st_size
+
+    assert whole <= bytes_of(model.state_dict()) < 1.2 * whole
+    assert bytes_of(layer) > whole
+    assert bytes_of({name: value.clone() for name, value in layer.items()}) < whole / 8
+    del zero
 
 
 # ---- what is accepted ----------------------------------------------------------------------------
