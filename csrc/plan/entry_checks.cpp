@@ -1,6 +1,7 @@
 // A plan's checks of an entry's tensors, and the properties that the plan records of the tensors.
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "kernels/quantize.h"
@@ -175,8 +176,14 @@ void StepPlan::check_matrices(size_t i, const at::Tensor& dense) const {
   TORCH_CHECK(!dense.is_complex(), param_what, " is complex; Muon needs real matrices");
   const auto found = orthogonalized_.find(i);
   TORCH_CHECK(found != orthogonalized_.end(), param_what, " has no matrices");
+  const std::vector<Matrix>& matrices = found->second.matrices;
+  const bool scales_alike = std::ranges::all_of(
+      matrices, [&](const Matrix& matrix) { return matrix.lr_scale == matrices.front().lr_scale; });
   int64_t elements = 0;
-  for (const auto& [first, rows, cols, stride, lr_scale] : found->second.matrices) {
+  for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
+    // The learning rate of a part is that of consecutive elements (OrthogonalUpdate::add).
+    TORCH_CHECK(scales_alike || stride == cols, param_what,
+                " has matrices with other learning rates that are no blocks of rows");
     const bool fits = first >= 0 && rows >= 0 && cols >= 0 && stride >= cols &&
                       (rows == 0 || first + (rows - 1) * stride + cols <= dense.numel());
     TORCH_CHECK(fits && lr_scale > 0.0, param_what, " of ", dense.numel(),

@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 #include <tuple>
 #include <utility>
 
@@ -37,18 +37,24 @@ DType dtype_named(at::ScalarType dtype) {
                                   : DType::kFloat32;
 }
 
-// By this library's products, in float32.
-void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
-                          const at::Tensor& buffer) {
-  const at::Tensor directions = buffer.to(at::kFloat);
-  auto* const memory = directions.data_ptr<float>();
+bool is_multiplied_here(at::Device device, at::ScalarType dtype) {
+  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+}
+
+std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
   std::vector<cpu::Matrix> all;
   for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
     all.push_back({memory + first, rows, cols, stride});
   }
-  const at::Tensor workspace =
-      at::empty({cpu::orthogonalize_workspace(newton_schulz, all)}, directions.options());
-  cpu::orthogonalize(newton_schulz, all, workspace.data_ptr<float>());
+  return all;
+}
+
+// By this library's products, in float32.
+void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
+                          const at::Tensor& buffer, const at::Tensor& workspace) {
+  const at::Tensor directions = buffer.to(at::kFloat);
+  cpu::orthogonalize(newton_schulz, in_memory(matrices, directions.data_ptr<float>()),
+                     workspace.data_ptr<float>());
   if (!directions.is_same(buffer)) {
     buffer.copy_(directions);
   }
@@ -212,11 +218,20 @@ void OrthogonalUpdate::place(Bucket& bucket, const at::Tensor& buffer) const {
 void OrthogonalUpdate::prepare() {
   const Passes& passes = passes_on(device_);
   passes.prepare(by_element_.work, device_);
+  int64_t floats = 0;
   for (Bucket& bucket : buckets_) {
     place(bucket, buffer_of(bucket));
     passes.prepare(bucket.average.work, device_);
     passes.prepare(bucket.apply.work, device_);
+    if (is_multiplied_here(device_, bucket.dtype)) {
+      std::vector<cpu::Matrix> all;
+      for (const std::vector<Matrix>& matrices : bucket.matrices) {
+        std::ranges::copy(in_memory(matrices, nullptr), std::back_inserter(all));
+      }
+      floats = std::max(floats, cpu::orthogonalize_workspace(*bucket.newton_schulz, all));
+    }
   }
+  workspace_ = at::empty({floats}, at::TensorOptions().device(device_).dtype(at::kFloat));
 }
 
 int64_t OrthogonalUpdate::orthogonalize(const Bucket& bucket, const at::Tensor& buffer) const {
@@ -228,8 +243,8 @@ int64_t OrthogonalUpdate::orthogonalize(const Bucket& bucket, const at::Tensor& 
   }
   const auto count = static_cast<int64_t>(matrices.size());
   std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
-  if (device_.is_cpu() && (bucket.dtype == at::kFloat || bucket.dtype == at::kDouble)) {
-    orthogonalize_on_cpu(*bucket.newton_schulz, matrices, buffer);
+  if (is_multiplied_here(device_, bucket.dtype)) {
+    orthogonalize_on_cpu(*bucket.newton_schulz, matrices, buffer, workspace_);
   } else {
     orthogonalize_batches(*bucket.newton_schulz, matrices, buffer);
   }
@@ -241,7 +256,7 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
   constexpr int64_t kOrthogonalized = offsetof(Control, orthogonalized) / sizeof(double);
   constexpr int64_t kSkip = offsetof(Control, skip) / sizeof(double);
   if (device_.is_cpu() && static_cast<const Control*>(control.const_data_ptr())->skip != 0.0) {
-    memory_.reset();
+    release();
     return;
   }
   const Passes& passes = passes_on(device_);
@@ -267,12 +282,17 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     count += orthogonalize(bucket, buffer);
     passes.update(bucket.apply.work, applied, control, bucket.apply.traces);
   }
-  if (device_.is_cpu()) {
-    memory_.reset();
-  }
+  release();
   control.select(0, kOrthogonalized).add_(count).sub_(control.select(0, kSkip), count);
   if (options_.track != 0) {
     collect_traces(traces);
+  }
+}
+
+void OrthogonalUpdate::release() {
+  workspace_.reset();
+  if (device_.is_cpu()) {
+    memory_.reset();
   }
 }
 

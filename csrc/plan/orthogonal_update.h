@@ -66,6 +66,7 @@ class OrthogonalUpdate {
   void finish(Pass& pass) const;
   void place(Bucket& bucket, const at::Tensor& buffer) const;
   int64_t orthogonalize(const Bucket& bucket, const at::Tensor& buffer) const;
+  void release();
   void collect_traces(const Traces& traces) const;
   at::Tensor buffer_of(const Bucket& bucket);
 
@@ -75,7 +76,8 @@ class OrthogonalUpdate {
   std::vector<Bucket> buckets_;
   // The groups of `apply`: a group of the plan with the factor of the learning rate.
   std::vector<std::pair<int32_t, double>> applied_groups_;
-  at::Tensor memory_;  // of the buffer; kept between steps, on CUDA devices
+  at::Tensor memory_;     // of the buffer; kept between steps, on CUDA devices
+  at::Tensor workspace_;  // of the products on a CPU, from prepare() to the end of the step
 };
 
 }  // namespace torchopt_ext

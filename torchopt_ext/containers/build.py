@@ -191,7 +191,7 @@ def common_arguments(config: Any) -> dict[str, Any]:
     for name, default in _MATRICES.items():
         value = getattr(config, name, None)
         if matrices and (value not in (None, default) or name == "adjust_lr_fn"):
-            arguments[name] = value or default
+            arguments[name] = default if value is None else value
         elif value not in (None, default):
             raise ValueError(f"{name} has no effect: {config.name} has no such hyperparameter")
     return arguments

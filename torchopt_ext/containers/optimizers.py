@@ -468,6 +468,7 @@ def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) 
 
 def steps_matrices(optimizer_cls: Any, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a class with these arguments steps groups by Muon that say nothing else."""
+    optimizer_cls = arguments.get("optimizer_class", optimizer_cls)  # ZeRO's
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedOptimizer)):
         return False
     return issubclass(optimizer_cls, FusedMuon) or arguments.get("algorithm") == "muon"

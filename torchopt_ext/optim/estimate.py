@@ -175,7 +175,8 @@ def estimate(
     for item in params:
         if not isinstance(item, Mapping):
             continue
-        for key, value in asked.items():
+        for key in {of.when for of in rule.states if of.when} & asked.keys():
+            value = asked[key]
             if bool(item.get(key, value)) != bool(value):
                 raise ValueError(f"a group has {key}={item[key]}, expected {key}={value}")
         if algorithm_of({**chosen, **item}) is not rule:

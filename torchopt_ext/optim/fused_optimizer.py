@@ -35,7 +35,7 @@ from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
 from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.masters import refresh_master, scale_weight, set_weight
-from torchopt_ext.state.matrices import matrices_of
+from torchopt_ext.state.matrices import fix_settings, matrices_of
 from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
 from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
@@ -234,6 +234,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """Raises TypeError or ValueError unless steps can update the last group."""
         names = group.get("param_names") or [""] * len(group["params"])
         named = list(zip(names, group["params"], strict=True))
+        fix_settings(group)
         check_values(group)
         if misplaced := sorted(DEFAULTS.keys() & group.keys()):
             raise ValueError(
@@ -435,6 +436,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
             for key, default in self.defaults_for(group).items():
                 group.setdefault(key, default)
+            fix_settings(group)
             _holders.setdefault(id(group["params"]), self)
         self._forget_plan()
         self._mark_control()

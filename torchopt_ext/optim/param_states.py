@@ -17,7 +17,7 @@ from torchopt_ext.state.algorithms import STATES, algorithm_of
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import fit_master
-from torchopt_ext.state.matrices import coefficients_of, matrices_of
+from torchopt_ext.state.matrices import SETTINGS, check_settings, coefficients_of, matrices_of
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.quantized import (
     CODES,
@@ -228,8 +228,10 @@ def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, torc
     algorithm = algorithm_of(group)
     if not algorithm.steps_matrices:
         return algorithm.name, (), 0.0, None
+    check_settings(group)  # a program may have changed it
+    values = {**SETTINGS, **group}
     dtype = group.get("orthogonalize_dtype")
-    return algorithm.name, coefficients_of(group), float(group["eps"]), dtype
+    return algorithm.name, coefficients_of(values), float(values["eps"]), dtype
 
 
 def norm_parts(optimizer: Any) -> dict[NormGroup, int]:

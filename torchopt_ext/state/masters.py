@@ -129,7 +129,10 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
 
 def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage: Storage) -> None:
     """Multiplies equal blocks of rows of a weight, with what completes it, by a factor each."""
-    if factors.dim() != 1 or not param.dim() or param.shape[0] % max(len(factors), 1):
+    if not isinstance(factors, Tensor):
+        raise TypeError(f"factors are {factors!r:.200}, expected a tensor")
+    fits = factors.dim() == 1 and len(factors) > 0 and param.dim() > 0
+    if not fits or param.shape[0] % len(factors):
         raise ValueError(
             f"factors have shape {tuple(factors.shape)}, expected a vector whose length divides "
             f"the {param.shape[0] if param.dim() else 1} rows of the weight"

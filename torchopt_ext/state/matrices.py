@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,7 +39,17 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),
 }
 """Factors of the learning rate by shape, as values of ``adjust_lr_fn``; None means "original"."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def fix_settings(group: dict[str, Any]) -> None:
+    """Makes tuples of lists and numbers of tensors: a plan sees only that a value is replaced."""
+    for key in {*SETTINGS, *OPTIONAL} & group.keys():
+        value = group[key]
+        if isinstance(value, list | tuple):
+            group[key] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            group[key] = value.item()
 
 
 def check_settings(group: Mapping[str, Any]) -> None:
@@ -52,7 +63,8 @@ def check_settings(group: Mapping[str, Any]) -> None:
     expect_numbers(eps=values["eps"])
     if not values["eps"] >= 0.0:
         raise ValueError(f"Invalid eps value: {values['eps']}")
-    if (name := values["adjust_lr_fn"]) not in (None, *ADJUSTMENTS) and not callable(name):
+    name = values["adjust_lr_fn"]
+    if not callable(name) and not (name is None or (isinstance(name, str) and name in ADJUSTMENTS)):
         raise ValueError(
             f"Adjust learning rate function {name!r} is not supported, expected None, a function "
             f"of rows and columns, or one of {', '.join(map(repr, ADJUSTMENTS))}"
@@ -69,8 +81,15 @@ def check_settings(group: Mapping[str, Any]) -> None:
             raise ValueError(f"num_heads is {values['num_heads']}, expected 1 or more")
     if values["head_dim"] not in (0, 1):
         raise ValueError(f"head_dim is {values['head_dim']!r}, expected 0 (rows) or 1 (columns)")
-    if values["split_sizes"] is not None and values["num_heads"] is not None:
-        raise ValueError("split_sizes and num_heads exclude each other: give the rows of each head")
+    sizes = values["split_sizes"]
+    if sizes is None:
+        return
+    if values["num_heads"] is not None or values["head_dim"] == 1:
+        raise ValueError("split_sizes excludes num_heads and head_dim: give the rows of each block")
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise TypeError(f"split_sizes is {sizes!r}, expected the rows of each block")
+    for size in sizes:
+        expect_counts(split_sizes=size)
 
 
 def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:
@@ -86,10 +105,17 @@ def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:
     expect_counts(ns_steps=steps)
     if not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps}, expected less than 100")
+    if not isinstance(coefficients, Sequence):
+        raise TypeError(
+            f"ns_coefficients is {coefficients!r:.200}, expected the name of a preset or numbers"
+        )
     by_step = isinstance(coefficients, str) and coefficients not in ("jordan", "polar_express")
     if not isinstance(coefficients, str) and len(coefficients):
         by_step = isinstance(coefficients[0], Sequence)
-    return step_coefficients(coefficients, None if by_step else steps)
+    triples = step_coefficients(coefficients, None if by_step else steps)
+    if not all(math.isfinite(value) for triple in triples for value in triple):
+        raise ValueError(f"ns_coefficients is {coefficients!r}, expected finite numbers")
+    return triples
 
 
 def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> list[Matrix]:
@@ -98,22 +124,18 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
     Two dimensions are one matrix, three a batch of matrices (experts). With ``flatten`` all
     dimensions after the first are columns (convolutions). ``num_heads`` cuts a matrix into blocks
     of equal rows, or of equal columns if ``head_dim`` is 1, and ``split_sizes`` into blocks of
-    these rows. A matrix's shape decides its learning rate.
+    these rows. A matrix's shape decides its learning rate. A parameter that is not dense is stepped
+    through a dense copy, whose storage order counts (csrc/plan/entry_checks.cpp).
 
     Raises:
-        ValueError: the parameter has no such matrices, or they are not whole in this process.
+        ValueError: the parameter has no such matrices, or they are not whole in each process.
     """
-    local, shape = local_tensor(param), tuple(param.shape)
     called = repr(what) if isinstance(what, str) else f"parameter {what}"
-    if is_dtensor(param) and local.shape != param.shape:
-        whole = len(shape) == 3 and not group.get("flatten") and local.shape[1:] == shape[1:]
-        if not whole:
-            raise ValueError(
-                f"{called} of shape {shape} is sharded: this process has {tuple(local.shape)}, and "
-                "Muon needs whole matrices"
-            )
+    if is_dtensor(param):
+        _expect_whole(group, param, called)
     if param.is_complex():
         raise ValueError(f"{called} has dtype {param.dtype}; Muon does not support complex numbers")
+    local = local_tensor(param)
     shape = tuple(local.shape)
     if len(shape) > 1 and group.get("flatten"):
         batch, rows, cols = 1, shape[0], math.prod(shape[1:])
@@ -123,33 +145,65 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
         raise ValueError(
             f"{called} has shape {shape}; Muon steps matrices (2 dimensions), batches of matrices "
             "(3), and with flatten=True convolutions, as matrices of the first dimension by the "
-            "others: put it into a group of another algorithm (torchopt_ext.muon_groups)"
+            "others: put it into a group of another algorithm (torchopt_ext.muon_groups). "
+            "ZeroRedundancyOptimizer cuts matrices unless partition is 'greedy'"
         )
-    transposed = not local.is_contiguous() and len(shape) == 2 and local.t().is_contiguous()
-    # Permuted columns only permute the columns of the result: channels_last.
-    rows_follow = local.is_contiguous() or (batch == 1 and local.stride(0) == cols)
-    if not (transposed or rows_follow) and local.numel() > 0:
-        dense = torch.ops.aten.is_non_overlapping_and_dense(local)
-        if dense or len(shape) == 3:
+    if not torch.ops.aten.is_non_overlapping_and_dense(local):
+        local = torch.empty_like(local, device="meta")
+    blocks, factor = _blocks(group, rows, cols, called), _adjustment(group)
+    if local.numel() == 0:
+        return [(0, 0, cols, cols, 1.0)]
+    factors = [_factor_of(factor, height, width, called) for _, _, height, width in blocks]
+    if local.is_contiguous():
+        return [
+            (number * rows * cols + row * cols + column, height, width, cols, scale)
+            for number in range(batch)
+            for (row, column, height, width), scale in zip(blocks, factors, strict=True)
+        ]
+    # Permuted columns only permute the columns of the result, unless they are cut: channels_last.
+    if batch == 1 and local.stride(0) == cols and all(width == cols for *_, width in blocks):
+        return [
+            (row * cols, height, width, cols, scale)
+            for (row, _, height, width), scale in zip(blocks, factors, strict=True)
+        ]
+    if len(shape) == 2 and local.t().is_contiguous() and len(set(factors)) == 1:
+        return [
+            (column * rows + row, width, height, rows, scale)
+            for (row, column, height, width), scale in zip(blocks, factors, strict=True)
+        ]
+    raise ValueError(
+        f"{called} has strides {local.stride()} for shape {shape}: Muon needs the blocks of a "
+        "matrix in row-major order"
+    )
+
+
+def _expect_whole(group: Mapping[str, Any], param: Any, called: str) -> None:
+    """Raises ValueError, on all ranks alike, if a rank may have a part of a matrix of a DTensor."""
+    in_batch = param.dim() == 3 and not group.get("flatten")
+    for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+        is_whole = placement.is_replicate() or (
+            placement.is_shard() and placement.dim == 0 and in_batch
+        )
+        if size > 1 and not is_whole:
             raise ValueError(
-                f"{called} has strides {local.stride()} for shape {shape}: Muon needs the rows of "
-                "a matrix to follow one another"
+                f"{called} of shape {tuple(param.shape)} is {placement} over {size} ranks, and "
+                "Muon needs whole matrices in each process"
             )
-    factor = _adjustment(group)
-    found = []
-    for number in range(batch):
-        for row, column, height, width in _blocks(group, rows, cols, called):
-            if transposed:
-                place = (column * rows + row, width, height, rows)
-            else:
-                place = (number * rows * cols + row * cols + column, height, width, cols)
-            found.append((*place, factor(height, width) if height * width else 1.0))
-    return found
 
 
 def _adjustment(group: Mapping[str, Any]) -> Callable[[int, int], float]:
     name = group.get("adjust_lr_fn")
     return name if callable(name) else ADJUSTMENTS[name or "original"]
+
+
+def _factor_of(factor: Callable[[int, int], float], rows: int, cols: int, called: str) -> float:
+    value = factor(rows, cols)
+    if not isinstance(value, Real) or not 0.0 < value < math.inf:
+        raise ValueError(
+            f"adjust_lr_fn returns {value!r} for the {rows} x {cols} matrix of {called}, expected "
+            "a positive number"
+        )
+    return float(value)
 
 
 def _blocks(

@@ -36,6 +36,7 @@ from torchopt_ext.state.entries import (
     was_rounded,
 )
 from torchopt_ext.state.local import local_tensor, on_mesh_of
+from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.quantized import (
     CODES,
     OTHER_FORM,
@@ -137,7 +138,8 @@ class Loaded:
                 lacked = {of.name for of in states if {of.name, of.codes} & slot.fillers}
                 required = ("step", *{*algorithm_of(group).required, *lacked})
             for name in required or () if slot.entry else ():
-                if name not in slot.entry and OTHER_FORM.get(name) not in slot.entry:
+                held = [slot.entry.get(form) for form in (name, OTHER_FORM.get(name, name))]
+                if all(value is None for value in held):
                     yield f"{slot.called(name)} {MISSING}"
             yield from slot.problems(optimizer)
             for name, value in slot.entry.items() if not parts else ():
@@ -151,6 +153,12 @@ class Loaded:
             wrongs = {name: option_problem(name, group[name], live[name]) for name in names}
             if fused and not any(wrongs.values()) and (wrong := invalid({**live, **group})):
                 yield f"group {number}: {wrong}"
+            elif fused and not any(wrongs.values()) and algorithm_of(live).steps_matrices:
+                for index, param in enumerate(live["params"]):
+                    try:
+                        matrices_of({**live, **group}, param, index)
+                    except ValueError as error:
+                        yield f"group {number}: {error}"
             for name, wrong in wrongs.items():
                 if wrong:
                     yield f"{name} of group {number} {wrong}"

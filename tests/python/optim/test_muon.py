@@ -183,7 +183,9 @@ def test_blocks_are_as_separate_parameters(blocks: str, adjust: str | None) -> N
     assert float(optimizer.control.orthogonalized) == len(parts)
 
 
-@pytest.mark.parametrize("memory_format", ["transposed", "channels_last", "gaps"])
+@pytest.mark.parametrize(
+    "memory_format", ["transposed", "channels_last", "gaps", "transposed with gaps"]
+)
 def test_strides(memory_format: str) -> None:
     """Weights in another order of storage are stepped as contiguous ones."""
     options: dict[str, Any] = {"flatten": True} if memory_format == "channels_last" else {}
@@ -193,6 +195,7 @@ def test_strides(memory_format: str) -> None:
         "transposed": lambda w: w.t().contiguous().t(),
         "channels_last": lambda w: w.contiguous(memory_format=torch.channels_last),
         "gaps": lambda w: torch.stack([w, w], dim=-1)[..., 0],
+        "transposed with gaps": lambda w: torch.cat([w.t(), w.t()], dim=1).t()[: w.shape[0]],
     }[memory_format]
     other = nn.Parameter(like(plain.detach().clone()))
     assert other.stride() != plain.stride()
@@ -415,7 +418,7 @@ def test_other_names_of_the_key(first: dict[str, Any], second: dict[str, Any]) -
 
 def test_matrices_of_no_rank() -> None:
     """Zero gradients leave weights to their decay, and no NaN."""
-    params = make_params([(4, 6), (1, 1), (0, 3), (3, 0)])
+    params = make_params([(4, 6), (1, 1), (0, 3), (3, 0), (0, 3, 4)])
     before = [p.detach().clone() for p in params]
     optimizer = FusedMuon(params, lr=0.5, weight_decay=0.1)
     for p in params:
@@ -466,7 +469,7 @@ def test_torchs_state_dicts() -> None:
         ((6, 4), {"num_heads": 4}, "6 rows, num_heads 4"),
         ((6, 4), {"num_heads": 3, "head_dim": 1}, "4 columns, num_heads 3"),
         ((6, 4), {"split_sizes": (4, 4)}, "6 rows, split_sizes"),
-        ((6, 4), {"split_sizes": (3, 3), "num_heads": 2}, "exclude each other"),
+        ((6, 4), {"split_sizes": (3, 3), "num_heads": 2}, "excludes num_heads"),
         ((6, 4), {"adjust_lr_fn": "spectral"}, "'spectral' is not supported"),
         ((6, 4), {"ns_steps": 100}, "less than 100"),
         ((6, 4), {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
@@ -474,6 +477,11 @@ def test_torchs_state_dicts() -> None:
         ((6, 4), {"momentum": -0.1}, "Invalid momentum"),
         ((6, 4), {"orthogonalize_dtype": torch.int8}, "orthogonalize_dtype"),
         ((6, 4), {"num_heads": 0}, "num_heads"),
+        ((6, 4), {"split_sizes": (3, 3), "head_dim": 1}, "excludes num_heads and head_dim"),
+        ((6, 4), {"ns_coefficients": (1.0, math.nan, 1.0)}, "finite"),
+        ((6, 4), {"orthogonalize_dtype": torch.float16}, "orthogonalize_dtype"),
+        ((6, 4), {"adjust_lr_fn": lambda rows, cols: 0.0}, "returns 0.0 for the 6 x 4 matrix"),
+        ((6, 4), {"adjust_lr_fn": lambda rows, cols: None}, "returns None"),
         ((6, 4), {"decoupled_weight_decay": False}, "always decoupled"),
     ],
 )
@@ -485,6 +493,91 @@ def test_what_is_rejected(shape: tuple[int, ...], group: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         FusedMuon([given])
     assert given == before
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"split_sizes": 3}, "split_sizes is 3"),
+        ({"split_sizes": (1.5, 4.5)}, "split_sizes is 1.5"),
+        ({"ns_coefficients": None}, "ns_coefficients is None"),
+        ({"ns_coefficients": torch.ones(3)}, "ns_coefficients is tensor"),
+        ({"flatten": "no"}, "flatten is 'no'"),
+    ],
+)
+def test_what_is_of_a_wrong_type(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        FusedMuon([{"params": make_params([(6, 4)]), **group}])
+
+
+@pytest.mark.parametrize(
+    ("options", "like"),
+    [
+        ({"split_sizes": (16, 4)}, lambda w: w.t().contiguous().t()),
+        ({"flatten": True, "num_heads": 2, "head_dim": 1},
+         lambda w: w[:, :, None, None].expand(-1, -1, 3, 3).contiguous(
+             memory_format=torch.channels_last)),
+    ],
+)  # fmt: skip
+def test_blocks_that_are_strided_in_memory_are_rejected(options: dict[str, Any], like: Any) -> None:
+    param = nn.Parameter(like(torch.randn(20, 12)))
+    with pytest.raises(ValueError, match="row-major"):
+        FusedMuon([{"params": [param], "adjust_lr_fn": "match_rms_adamw", **options}])
+
+
+@pytest.mark.parametrize("key", ["eps", "flatten", "head_dim", "orthogonalize_dtype", "num_heads"])
+def test_settings_are_checked_when_they_change(key: str) -> None:
+    wrong = {"eps": math.nan, "flatten": "no", "head_dim": 7, "num_heads": 5,
+             "orthogonalize_dtype": torch.float64}[key]  # fmt: skip
+    params = make_params([(6, 4)])
+    optimizer = FusedMuon(params)
+    train(optimizer, [0])
+    optimizer.param_groups[0][key] = wrong
+    set_gradients(params, seed=1)
+    before = snapshot(optimizer)
+    with pytest.raises((TypeError, ValueError)):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+
+
+def test_lists_are_kept_as_tuples() -> None:
+    """A list that a program changes in place would not be seen."""
+    given = {"params": make_params([(6, 4)]), "split_sizes": [4, 2], "eps": torch.tensor(1e-6)}
+    optimizer = FusedMuon([given], ns_coefficients=[list(JORDAN)] * 3)
+    group = optimizer.param_groups[0]
+    assert group["split_sizes"] == (4, 2) and group["ns_coefficients"] == (JORDAN,) * 3
+    assert isinstance(group["eps"], float)
+
+
+def test_a_group_that_becomes_muons() -> None:
+    """It has torch's defaults."""
+    params, others = make_params([(6, 4)]), make_params([(6, 4)])
+    optimizer, muon = FusedAdamW(params, lr=0.05, weight_decay=0.1), FusedMuon(others, lr=0.05)
+    optimizer.param_groups[0] |= {"algorithm": "muon", "momentum": 0.95, "nesterov": True}
+    for each in (optimizer, muon):
+        train(each, range(2))
+    assert_same_bits(params, others)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "6 rows, num_heads 5"),
+        ({"split_sizes": (4, 4)}, "6 rows, split_sizes"),
+        ({"split_sizes": 16}, "split_sizes is 16"),
+    ],
+)
+def test_a_state_dict_whose_settings_do_not_fit(change: dict[str, Any], message: str) -> None:
+    optimizer = FusedMuon(make_params([(6, 4)]))
+    train(optimizer, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0] |= change
+    with pytest.raises(ValueError, match=message), unchanged(optimizer):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["momentum_buffer"] = None
+    with pytest.raises(ValueError, match="momentum_buffer"), unchanged(optimizer):
+        optimizer.load_state_dict(saved)
 
 
 def test_a_complex_matrix_is_rejected() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchopt_ext import FusedAdamW, param_groups
+from torchopt_ext import FusedAdamW, muon_groups, param_groups
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.containers.build import FUSED
 from torchopt_ext.trainer.config import ConfigError, JobConfig
@@ -64,11 +64,17 @@ def test_what_does_not_go_together_is_named(
 @pytest.mark.parametrize("name", FUSED)
 def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_rank: None) -> None:
     """For Adam and AdamW torchtitan's defaults, otherwise those that the algorithm declares."""
-    presets = {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1} if "Adam" in name else {}
+    preset: dict[str, Any] = {"lr": 8e-4, "weight_decay": 0.1}
+    presets = preset | {"betas": (0.9, 0.95)} if "Adam" in name else {}
     torch.manual_seed(0)
-    model = nn.Linear(70, 3)
+    model = nn.Sequential(nn.Linear(70, 3), nn.Linear(3, 3))
     copy = deepcopy(model)
-    plain = FUSED[name](copy.parameters(), **presets, max_grad_norm=1.0, skip_nonfinite=True)
+    params: Any = copy.parameters()
+    if name == "Muon":  # AdamW's learning rate serves both
+        presets = preset | {"adjust_lr_fn": "match_rms_adamw"}
+        adamw = {"betas": (0.9, 0.95)}
+        params = muon_groups(copy, adamw_options=adamw, no_decay=(), quiet=True)
+    plain = FUSED[name](params, **presets, max_grad_norm=1.0, skip_nonfinite=True)
     container = build_optimizers([model], job(name=name, zero=zero))
     for part, optimizer in ((model, container), (copy, plain)):
         for _ in range(3):
