@@ -54,10 +54,9 @@ class OrthogonalUpdate {
     const NewtonSchulz* newton_schulz;
     at::ScalarType dtype;
     int64_t elements = 0;
-    std::vector<int64_t> first;  // by tensor of `average`: its place in the buffer
-    std::vector<std::vector<Matrix>>
-        matrices;  // by tensor of `average`: first counts in the buffer
     Pass average;
+    std::vector<int64_t> first;                 // by tensor of `average`: its place in the buffer
+    std::vector<std::vector<Matrix>> matrices;  // by the same, in the buffer
     Pass apply;
     std::vector<int64_t> first_applied;  // by tensor of `apply`: its place in the buffer
   };
