@@ -43,6 +43,7 @@ bool is_multiplied_here(at::Device device, at::ScalarType dtype) {
 
 std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
   std::vector<cpu::Matrix> all;
+  all.reserve(matrices.size());
   for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
     all.push_back({memory + first, rows, cols, stride});
   }
@@ -122,7 +123,9 @@ void OrthogonalUpdate::add(const TensorWork& tensor, size_t index, const Orthogo
   if (buckets_.empty() || buckets_.back().dtype != dtype ||
       buckets_.back().newton_schulz != how.newton_schulz.get() ||
       (buckets_.back().elements + elements) * bytes > most) {
-    buckets_.push_back({.newton_schulz = how.newton_schulz.get(), .dtype = dtype});
+    buckets_.emplace_back();
+    buckets_.back().newton_schulz = how.newton_schulz.get();
+    buckets_.back().dtype = dtype;
     buckets_.back().average.work.options = options_;
     buckets_.back().apply.work.options = options_;
     buckets_.back().apply.work.options.counts_steps = false;

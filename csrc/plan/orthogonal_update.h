@@ -51,8 +51,8 @@ class OrthogonalUpdate {
   };
   // Tensors whose directions are in the buffer at the same time.
   struct Bucket {
-    const NewtonSchulz* newton_schulz;
-    at::ScalarType dtype;
+    const NewtonSchulz* newton_schulz = nullptr;
+    at::ScalarType dtype = at::kFloat;
     int64_t elements = 0;
     Pass average;
     std::vector<int64_t> first;                 // by tensor of `average`: its place in the buffer

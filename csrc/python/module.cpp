@@ -120,6 +120,7 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                             .track = track,
                             .rounding_seed = rounding_seed};
   std::vector<OptimizerPlan::GroupAlgorithm> algorithms;
+  algorithms.reserve(named.size());
   for (const auto& [name, coefficients, eps, dtype] : named) {
     algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype);
   }
