@@ -209,7 +209,12 @@ void OrthogonalUpdate::place(Bucket& bucket, const at::Tensor& buffer) const {
   auto* const memory = static_cast<char*>(buffer.data_ptr());
   const auto size = static_cast<int64_t>(buffer.element_size());
   for (size_t k = 0; k < bucket.first.size(); ++k) {
-    bucket.average.work.tensors[k].memory[kParam] = memory + size * bucket.first[k];
+    void*& direction = bucket.average.work.tensors[k].memory[kParam];
+    void* const placed = memory + size * bucket.first[k];
+    if (direction != placed) {
+      direction = placed;
+      bucket.average.work.device_tables.reset();  // they have the address
+    }
   }
   for (size_t k = 0; k < bucket.first_applied.size(); ++k) {
     TensorWork& apply = bucket.apply.work.tensors[k];
