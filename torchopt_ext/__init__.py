@@ -41,8 +41,7 @@ __all__ = [
     "FusedMuon", "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer",
     "cmake_prefix_path", "containers", "cuda_built", "digest", "load_fsdp_optimizer", "log_to",
     "mixed_precision", "muon_groups", "offload_fsdp_optimizer", "ops", "optimizer_on_device",
-    "orthogonalize",
-    "param_groups", "zero",
+    "orthogonalize", "param_groups", "zero",
 ]  # fmt: skip
 
 _MODULES = {

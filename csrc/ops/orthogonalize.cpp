@@ -10,25 +10,20 @@
 namespace torchopt_ext {
 namespace {
 
-void check(const at::Tensor& matrices, at::ArrayRef<double> coefficients, double eps) {
+void check(const at::Tensor& matrices, double eps) {
   TORCH_CHECK(matrices.layout() == at::kStrided, "matrices has layout ", matrices.layout(),
               ", expected a dense tensor");
   TORCH_CHECK(matrices.is_floating_point(), "matrices has dtype ", matrices.scalar_type(),
               ", expected float32, bfloat16, float16 or float64");
   TORCH_CHECK(matrices.dim() >= 2, "matrices has shape ", matrices.sym_sizes(),
               ", expected two dimensions or more");
-  TORCH_CHECK_VALUE(coefficients.size() % 3 == 0, "got ", coefficients.size(),
-                    " coefficients, expected three for each step");
   TORCH_CHECK_VALUE(eps >= 0.0, "eps is ", eps, ", expected 0 or more");
 }
 
 at::Tensor orthogonalize(const at::Tensor& matrices, at::ArrayRef<double> coefficients,
                          double eps) {
-  check(matrices, coefficients, eps);
-  NewtonSchulz ns{{}, eps};
-  for (size_t i = 0; i < coefficients.size(); i += 3) {
-    ns.coefficients.push_back({coefficients[i], coefficients[i + 1], coefficients[i + 2]});
-  }
+  check(matrices, eps);
+  const NewtonSchulz ns = newton_schulz_of(coefficients, eps);
   at::Tensor result = at::empty_like(matrices, at::MemoryFormat::Contiguous);
   const int64_t rows = matrices.size(-2);
   const int64_t cols = matrices.size(-1);
@@ -52,7 +47,8 @@ at::Tensor orthogonalize(const at::Tensor& matrices, at::ArrayRef<double> coeffi
 
 at::Tensor orthogonalize_meta(const at::Tensor& matrices, at::ArrayRef<double> coefficients,
                               double eps) {
-  check(matrices, coefficients, eps);
+  check(matrices, eps);
+  static_cast<void>(newton_schulz_of(coefficients, eps));
   return at::empty_like(matrices, at::MemoryFormat::Contiguous);
 }
 

@@ -16,16 +16,9 @@ namespace {
 
 // The arguments of an operator that writes directions, besides those of every operator.
 struct MatrixArguments {
-  std::shared_ptr<NewtonSchulz> newton_schulz = std::make_shared<NewtonSchulz>();
+  std::shared_ptr<const NewtonSchulz> newton_schulz;
   std::vector<double> lr_scales;
 
-  void set_coefficients(const std::vector<double>& values) {
-    TORCH_CHECK_VALUE(values.size() % 3 == 0, "ns_coefficients has ", values.size(),
-                      " numbers, expected three for each step");
-    for (size_t i = 0; i < values.size(); i += 3) {
-      newton_schulz->coefficients.push_back({values[i], values[i + 1], values[i + 2]});
-    }
-  }
   Orthogonalization of(const at::Tensor& param, size_t i) const {
     TORCH_CHECK(param.dim() == 2 && param.is_contiguous(), Label{"parameter", i}, " has shape ",
                 param.sizes(), " and strides ", param.strides(), ", expected a contiguous matrix");
@@ -113,8 +106,9 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   MatrixArguments matrices;
   if constexpr (kWritesDirection<A>) {
-    matrices.set_coefficients(arguments[at++].toDoubleVector());
-    matrices.newton_schulz->eps = arguments[at++].toDouble();
+    const std::vector<double> coefficients = arguments[at++].toDoubleVector();
+    const double eps = arguments[at++].toDouble();
+    matrices.newton_schulz = std::make_shared<NewtonSchulz>(newton_schulz_of(coefficients, eps));
     matrices.lr_scales = arguments[at].toDoubleVector();
   }
   update_(kNumberOf<A>, lists, control, hyper, lr, matrices);

@@ -39,6 +39,7 @@ class OrthogonalUpdate {
   // As Passes::prepare and Passes::update. `work`: the constructor's list, with this step's
   // gradients.
   void prepare();
+  bool is_prepared() const { return workspace_.defined(); }  // for the next update
   void update(const WorkList& work, const std::vector<GroupHyper>& groups,
               const at::Tensor& control, const Traces& traces);
 

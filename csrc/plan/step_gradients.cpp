@@ -205,7 +205,9 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
   if (orthogonalized_.empty()) {
     passes_on(device_).update(work_, groups, control, traces_);
   } else {
-    prepare();
+    if (orthogonal_ == nullptr || !orthogonal_->is_prepared()) {
+      prepare();  // an operator's plan
+    }
     orthogonal_->update(work_, groups, control, traces_);
   }
   for (auto& [i, non_dense] : non_dense_) {

@@ -28,6 +28,16 @@ at::Tensor normalized(const at::Tensor& x, double eps) {
 
 }  // namespace
 
+NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps) {
+  TORCH_CHECK_VALUE(coefficients.size() % 3 == 0, "got ", coefficients.size(),
+                    " coefficients, expected three for each step");
+  NewtonSchulz ns{{}, eps};
+  for (size_t i = 0; i < coefficients.size(); i += 3) {
+    ns.coefficients.push_back({coefficients[i], coefficients[i + 1], coefficients[i + 2]});
+  }
+  return ns;
+}
+
 at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch) {
   at::Tensor x = normalized(batch, ns.eps);
   const bool is_wide = x.size(-2) <= x.size(-1);

@@ -15,6 +15,9 @@ struct NewtonSchulz {
   double eps = 1e-7;                                // X starts as X / max(|X|, eps)
 };
 
+// Makes triples of an operator's coefficients. Raises unless there are three for each step.
+NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps);
+
 // Orthogonalizes each matrix of [batch, m, n] by torch's products, in the batch's dtype.
 at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch);
 
