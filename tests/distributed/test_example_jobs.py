@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchopt_ext.trainer.load_config import load_config
 
@@ -73,6 +75,9 @@ def test_jobs_train_alike(
 @pytest.mark.parametrize("script", ["zero_ddp.py", "fsdp_mixed_precision.py"])
 @pytest.mark.timeout(100)
 def test_a_loop_of_ones_own_learns(start_ranks: Callable[..., str], script: str) -> None:
+    narrow = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
+    if script == "fsdp_mixed_precision.py" and narrow and torch.cpu._is_amx_tile_supported():
+        pytest.skip("torch's bf16 attention raises on a CPU with AMX but without AVX-512")
     output = start_ranks(str(EXAMPLES / script), 2)
     learned = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
     assert len(learned) == 4, output
