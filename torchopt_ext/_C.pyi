@@ -104,7 +104,8 @@ class OptimizerPlan:
         # name, number, part; place (state/storage.py); is_copy: the local parameter is the 16-bit
         # copy of an fp32 weight, which takes the master's position
         params: Sequence[tuple[Any, ...]],
-        algorithms: Sequence[tuple[str, Sequence[Any], float, torch.dtype | None]],  # by group
+        # By group: algorithm, coefficients, eps, dtype of products, what replaces the products
+        algorithms: Sequence[tuple[str, Sequence[Any], float, torch.dtype | None, Any]],
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],

@@ -55,6 +55,7 @@ struct StateSpec {
   // The state may have 8 bits, if the states before it may. As a root: 8 bits hold its root.
   bool is_moment = false;
   bool as_root = false;
+  bool by_row = false;  // a float32 for each row of a parameter; no kernel reads it
 };
 
 // What the kernels of a kind know at compile time. Unless the kind is general, the layout and

@@ -14,7 +14,7 @@ struct Muon {
   static constexpr const char* kOperator = "muon_";
   static constexpr bool kWritesDirection = true;
 
-  enum { kMomentum = kCommonHypers, kNesterov, kDeclared };
+  enum { kMomentum = kCommonHypers, kNesterov, kBeta2, kDeclared };
   static constexpr HyperSpec kHypers[] = {
       {"lr", 1e-3, Range::kAny, "learning rate"},
       {"weight_decay", 0.1, Range::kNonNegative, "weight_decay value"},
@@ -24,12 +24,18 @@ struct Muon {
       kPeakLrSpec,
       {"momentum", 0.95, Range::kNonNegative, "momentum value"},
       {.name = "nesterov", .usual = 1, .range = Range::kFlag},
+      {.name = "beta2", .range = Range::kBelowOne, .invalid = "beta2 value", .may_lack = true},
   };
   // Set by the plan: the factor of the learning rate of a matrix's shape, in the stage that applies
   // the direction; 0 before it.
   static constexpr int kLrScale = kDeclared;
 
-  static constexpr StateSpec kStates[] = {{.name = "momentum_buffer", .is_moment = true}};
+  // The latter is NorMuon's (plan/normalize_rows.h).
+  enum { kMomentumBuffer, kSecondMomentum };
+  static constexpr StateSpec kStates[] = {
+      {.name = "momentum_buffer", .is_moment = true},
+      {.name = "second_momentum_buffer", .when = "beta2", .by_row = true},
+  };
 
   // kParam is the direction, which has no master.
   static constexpr KindTraits kKinds[] = {

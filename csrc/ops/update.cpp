@@ -52,6 +52,13 @@ void update_(Algorithm algorithm, const std::vector<std::vector<at::Tensor>>& li
   for (size_t k = 0; k < declaration.states.size(); ++k) {
     if (declaration.states[k].when == nullptr || !lists[2 + k].empty()) {
       check_count(lists[2 + k], std::string(declaration.states[k].name) + "s");
+    } else {
+      const auto& hypers = declaration.hypers;
+      const auto asks = std::ranges::find_if(hypers, [&](const HyperSpec& spec) {
+        return spec.in_operator && std::string_view(spec.name) == declaration.states[k].when;
+      });
+      TORCH_CHECK(asks == hypers.end() || hyper[static_cast<int>(asks - hypers.begin())] == 0.0,
+                  asks->name, " needs ", declaration.states[k].name, "s");
     }
   }
   std::vector<StepPlan::Entry> entries(n);

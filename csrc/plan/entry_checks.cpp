@@ -79,7 +79,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   }
   const at::Tensor& dense = records_[i].non_dense ? non_dense_[i].copy : param;
   check_states(i, tensors, dense);
-  check_matrices(i, dense);
+  check_matrices(i, tensors, dense);
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
   }
@@ -100,8 +100,16 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
                  .state = DType::kFloat32,
                  .master = master_of(tensors[kMaster]),
                  .states = 0};
-  for (int k = 0; k < kMostStates; ++k) {
-    work.layout.states |= tensors[state_array(k)].defined() ? 1u << k : 0;
+  const auto states = declaration_of(names_[i].algorithm).states;
+  Record& record = records_[i];
+  record.by_row = 0;
+  for (size_t k = 0; k < states.size(); ++k) {
+    if (states[k].by_row && tensors[kState + k].defined()) {
+      record.by_row = kState + k;
+      record.rows = tensors[kState + k].numel();
+    } else {
+      work.layout.states |= tensors[kState + k].defined() ? 1u << k : 0;
+    }
   }
   if (tensors[kScale].defined()) {
     work.layout.state = DType::kInt8;
@@ -111,7 +119,6 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
     work.layout.state = work.layout.param;
   }
   set_kind(i);
-  Record& record = records_[i];
   record.shape = shape_of(dense);
   record.impl_changed = false;
   record.gradient_type = at::ScalarType::Undefined;
@@ -139,6 +146,14 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
     }
     TORCH_CHECK(k < states.size(), "a parameter has ", k + 1, " states, expected ", states.size());
     const Label state_what = what(array, i);
+    if (states[k].by_row) {
+      check_memory(state, state_what);
+      TORCH_CHECK(
+          state.scalar_type() == at::kFloat && state.is_contiguous() && state.device() == device_,
+          state_what, " is ", state.scalar_type(), state.sizes(), " on ", state.device(),
+          ", expected contiguous float32 on ", device_);
+      continue;
+    }
     if (!is_quantized) {
       check_supported(state, state_what, /*complex=*/true);
       check_matches(state, state_what, dense, param_what);
@@ -168,7 +183,7 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
   }
 }
 
-void StepPlan::check_matrices(size_t i, const at::Tensor& dense) const {
+void StepPlan::check_matrices(size_t i, const Tensors& tensors, const at::Tensor& dense) const {
   if (!declaration_of(names_[i].algorithm).writes_direction) {
     return;
   }
@@ -177,6 +192,9 @@ void StepPlan::check_matrices(size_t i, const at::Tensor& dense) const {
   const auto found = orthogonalized_.find(i);
   TORCH_CHECK(found != orthogonalized_.end(), param_what, " has no matrices");
   const std::vector<Matrix>& matrices = found->second.matrices;
+  const at::Tensor& second_momentum = tensors[state_array(Muon::kSecondMomentum)];
+  const bool by_row = second_momentum.defined();
+  int64_t rows_in_all = 0;
   const bool scales_alike = std::ranges::all_of(
       matrices, [&](const Matrix& matrix) { return matrix.lr_scale == matrices.front().lr_scale; });
   int64_t elements = 0;
@@ -189,8 +207,15 @@ void StepPlan::check_matrices(size_t i, const at::Tensor& dense) const {
     TORCH_CHECK(fits && lr_scale > 0.0, param_what, " of ", dense.numel(),
                 " elements has a matrix ", rows, " x ", cols, " from element ", first,
                 " on, at a stride of ", stride, ", with a learning rate times ", lr_scale);
+    TORCH_CHECK(!by_row || stride == cols, param_what,
+                " has matrices that are no blocks of whole rows, which ",
+                what(state_array(Muon::kSecondMomentum), i), " needs");
     elements += rows * cols;
+    rows_in_all += rows;
   }
+  TORCH_CHECK(!by_row || second_momentum.numel() == rows_in_all,
+              what(state_array(Muon::kSecondMomentum), i), " has ", second_momentum.numel(),
+              " elements, expected ", rows_in_all, ", one for each row of ", param_what);
   TORCH_CHECK(elements == dense.numel(), param_what, " has ", dense.numel(),
               " elements, its matrices ", elements);
 }

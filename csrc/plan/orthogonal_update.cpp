@@ -12,6 +12,7 @@
 
 #include "kernels/control.h"
 #include "kernels/quantize.h"
+#include "plan/normalize_rows.h"
 
 namespace torchopt_ext {
 namespace {
@@ -37,8 +38,9 @@ DType dtype_named(at::ScalarType dtype) {
                                   : DType::kFloat32;
 }
 
-bool is_multiplied_here(at::Device device, at::ScalarType dtype) {
-  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
+                        at::ScalarType dtype) {
+  return !newton_schulz.instead && device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
@@ -61,7 +63,8 @@ void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<M
   }
 }
 
-// By torch's products, matrices of one shape at equal distances in one batch.
+// By torch's products or the group's function, matrices of one shape at equal distances in one
+// batch.
 void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
                            const at::Tensor& buffer) {
   for (size_t i = 0; i < matrices.size();) {
@@ -231,7 +234,7 @@ void OrthogonalUpdate::prepare() {
     place(bucket, buffer_of(bucket));
     passes.prepare(bucket.average.work, device_);
     passes.prepare(bucket.apply.work, device_);
-    if (is_multiplied_here(device_, bucket.dtype)) {
+    if (is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
       std::vector<cpu::Matrix> all;
       for (const std::vector<Matrix>& matrices : bucket.matrices) {
         std::ranges::copy(in_memory(matrices, nullptr), std::back_inserter(all));
@@ -251,12 +254,35 @@ int64_t OrthogonalUpdate::orthogonalize(const Bucket& bucket, const at::Tensor& 
   }
   const auto count = static_cast<int64_t>(matrices.size());
   std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
-  if (is_multiplied_here(device_, bucket.dtype)) {
+  if (is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
     orthogonalize_on_cpu(*bucket.newton_schulz, matrices, buffer, workspace_);
   } else {
     orthogonalize_batches(*bucket.newton_schulz, matrices, buffer);
   }
   return count;
+}
+
+void OrthogonalUpdate::normalize(const Bucket& bucket, const std::vector<GroupHyper>& groups,
+                                 const at::Tensor& buffer, const at::Tensor& skip) const {
+  for (size_t k = 0; k < bucket.matrices.size(); ++k) {
+    const TensorWork& tensor = bucket.average.work.tensors[k];
+    auto* averages = static_cast<float*>(tensor.memory[state_array(Muon::kSecondMomentum)]);
+    if (averages == nullptr || tensor.memory[kGrad] == nullptr) {
+      continue;
+    }
+    const double beta2 = groups[static_cast<size_t>(tensor.group)].hyper[Muon::kBeta2];
+    const std::vector<Matrix>& matrices = bucket.matrices[k];
+    for (size_t i = 0; i < matrices.size();) {
+      const auto& [first, rows, cols, stride, lr_scale] = matrices[i];
+      int64_t batch = 0;
+      for (; i < matrices.size() && matrices[i].rows == rows; ++i) {
+        ++batch;
+      }
+      normalize_rows(buffer.narrow(0, first, batch * rows * cols).view({batch, rows, cols}),
+                     {averages, beta2}, skip);
+      averages += batch * rows;
+    }
+  }
 }
 
 void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper>& groups,
@@ -288,6 +314,7 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     place(bucket, buffer);
     passes.update(bucket.average.work, groups, control, bucket.average.traces);
     count += orthogonalize(bucket, buffer);
+    normalize(bucket, groups, buffer, control.select(0, kSkip));
     passes.update(bucket.apply.work, applied, control, bucket.apply.traces);
   }
   release();

@@ -1,6 +1,6 @@
 // Pass B of a plan with matrices that are orthogonalized (kernels/muon.h). Directions go through a
 // buffer, bucket by bucket: one pass averages the momentum and writes the direction, Newton-Schulz
-// iterations replace it, and another pass applies it to the weights.
+// iterations replace it, NorMuon normalizes its rows, and another pass applies it to the weights.
 #pragma once
 
 #include <memory>
@@ -66,6 +66,8 @@ class OrthogonalUpdate {
   void finish(Pass& pass) const;
   void place(Bucket& bucket, const at::Tensor& buffer) const;
   int64_t orthogonalize(const Bucket& bucket, const at::Tensor& buffer) const;
+  void normalize(const Bucket& bucket, const std::vector<GroupHyper>& groups,
+                 const at::Tensor& buffer, const at::Tensor& skip) const;
   void release();
   void collect_traces(const Traces& traces) const;
   at::Tensor buffer_of(const Bucket& bucket);

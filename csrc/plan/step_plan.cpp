@@ -140,8 +140,11 @@ bool StepPlan::attach(size_t i, const TensorImpls& tensors) {
     const bool is_scale = array >= kScale && array < kStep;
     return tensor->dtype() == record.type[array] &&
            (work.numel == 0 || address(*tensor) == memory) &&
-           (is_scale ? has_shape(*tensor, scale_shape(record.shape))
-                     : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : record.shape));
+           (record.by_row == array && array != kParam
+                ? tensor->numel() == record.rows && tensor->is_contiguous()
+            : is_scale
+                ? has_shape(*tensor, scale_shape(record.shape))
+                : has_shape(*tensor, non_dense != nullptr ? non_dense->shape : record.shape));
   };
   bool all = !record.impl_changed && address(*tensors[kStep]) == work.memory[kStep] &&
              tensors[kStep]->dtype() == record.type[kStep];

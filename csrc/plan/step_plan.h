@@ -132,6 +132,8 @@ class StepPlan {
     std::array<caffe2::TypeMeta, kPersistentArrays> type;
     bool impl_changed = false;          // a TensorImpl changed: torch.utils.swap_tensors
     bool non_dense = false;             // the parameter is not dense: see NonDense
+    size_t by_row = 0;                  // the array with a value for each row; 0 without one
+    int64_t rows = 0;                   // its elements
     c10::DispatchKeySet gradient_keys;  // the last gradient taken without a copy
     at::ScalarType gradient_type = at::ScalarType::Undefined;  // the same gradient's
     // For prefetch only: the last gradient, the tensors' storages and the parameter's autograd
@@ -166,7 +168,7 @@ class StepPlan {
   Label what(size_t array, size_t i) const;
   bool is_copied(size_t i) const;
   void check_entry(size_t i, const Tensors& tensors);
-  void check_matrices(size_t i, const at::Tensor& dense) const;
+  void check_matrices(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_states(size_t i, const Tensors& tensors, const at::Tensor& dense) const;
   void check_overlap(at::TensorList gradients) const;
   void set_kind(size_t i);

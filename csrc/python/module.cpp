@@ -1,6 +1,7 @@
 // The Python module: build information, the optimizers' plan, and functions that are not operators
 // (torchopt_ext/_C.pyi has the types). Importing the module registers the operators.
 #include <ATen/record_function.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torchopt_ext/partition.h>
 
@@ -97,7 +98,8 @@ py::dict algorithms() {
     }
     py::list states;
     for (const StateSpec& state : declaration.states) {
-      states.append(py::make_tuple(state.name, state.when, state.is_moment, state.as_root));
+      states.append(
+          py::make_tuple(state.name, state.when, state.is_moment, state.as_root, state.by_row));
     }
     all[declaration.name] = py::make_tuple(hypers, states, declaration.writes_direction);
   }
@@ -105,8 +107,9 @@ py::dict algorithms() {
 }
 
 // OptimizerPlan::GroupAlgorithm with the algorithm's name.
-using NamedAlgorithm = std::tuple<std::string, std::vector<std::array<double, 3>>, double,
-                                  std::optional<at::ScalarType>>;
+using NamedAlgorithm =
+    std::tuple<std::string, std::vector<std::array<double, 3>>, double,
+               std::optional<at::ScalarType>, std::function<at::Tensor(const at::Tensor&)>>;
 
 std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py::dict& state,
                                          const std::vector<OptimizerPlan::Param>& params,
@@ -121,8 +124,8 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                             .rounding_seed = rounding_seed};
   std::vector<OptimizerPlan::GroupAlgorithm> algorithms;
   algorithms.reserve(named.size());
-  for (const auto& [name, coefficients, eps, dtype] : named) {
-    algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype);
+  for (const auto& [name, coefficients, eps, dtype, instead] : named) {
+    algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype, instead);
   }
   return std::make_unique<OptimizerPlan>(param_groups, state, params, algorithms, part_devices,
                                          idle, local_gradients, options);

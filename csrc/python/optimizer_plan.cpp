@@ -112,9 +112,9 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
                              py::object local_gradients, const StepOptions& options)
     : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
   std::vector<std::shared_ptr<const NewtonSchulz>> newton_schulz;
-  for (const auto& [algorithm, coefficients, eps, dtype] : algorithms) {
+  for (const auto& [algorithm, coefficients, eps, dtype, instead] : algorithms) {
     algorithms_.push_back(algorithm);
-    newton_schulz.push_back(std::make_shared<NewtonSchulz>(coefficients, eps));
+    newton_schulz.push_back(std::make_shared<NewtonSchulz>(coefficients, eps, instead));
   }
   std::vector<std::vector<StepPlan::Entry>> entries(part_devices.size());
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());

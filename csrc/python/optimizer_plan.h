@@ -18,6 +18,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -44,9 +45,10 @@ class OptimizerPlan {
                            std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool,
                            std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>>;
   // A group's algorithm and, if it writes directions, the coefficients of Newton-Schulz iterations,
-  // eps and the dtype of the products.
-  using GroupAlgorithm = std::tuple<Algorithm, std::vector<std::array<double, 3>>, double,
-                                    std::optional<at::ScalarType>>;
+  // eps, the dtype of the products, and NewtonSchulz::instead.
+  using GroupAlgorithm =
+      std::tuple<Algorithm, std::vector<std::array<double, 3>>, double,
+                 std::optional<at::ScalarType>, std::function<at::Tensor(const at::Tensor&)>>;
 
   // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
   // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or

@@ -46,9 +46,10 @@ const std::vector<PyObject*> kDeciding = [] {
 // The keys of a group that decide how directions are orthogonalized (torchopt_ext/optim/muon.py).
 const std::vector<PyObject*> kSettings = [] {
   std::vector<PyObject*> all;
-  std::ranges::transform(std::array{"ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "flatten",
-                                    "num_heads", "head_dim", "split_sizes", "orthogonalize_dtype"},
-                         std::back_inserter(all), interned);
+  std::ranges::transform(
+      std::array{"ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "flatten", "num_heads",
+                 "head_dim", "split_sizes", "orthogonalize_dtype", "orthogonalize"},
+      std::back_inserter(all), interned);
   return all;
 }();
 

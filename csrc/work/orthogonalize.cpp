@@ -31,7 +31,7 @@ at::Tensor normalized(const at::Tensor& x, double eps) {
 NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps) {
   TORCH_CHECK_VALUE(coefficients.size() % 3 == 0, "got ", coefficients.size(),
                     " coefficients, expected three for each step");
-  NewtonSchulz ns{{}, eps};
+  NewtonSchulz ns{.eps = eps};
   for (size_t i = 0; i < coefficients.size(); i += 3) {
     ns.coefficients.push_back({coefficients[i], coefficients[i + 1], coefficients[i + 2]});
   }
@@ -39,6 +39,14 @@ NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps) {
 }
 
 at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch) {
+  if (ns.instead) {
+    at::Tensor result = ns.instead(batch);
+    TORCH_CHECK(
+        result.defined() && result.sizes() == batch.sizes(), "the group's orthogonalize returns ",
+        result.defined() ? "a tensor of shape " : "no tensor",
+        result.defined() ? result.sizes() : at::IntArrayRef(), ", expected ", batch.sizes());
+    return result;
+  }
   at::Tensor x = normalized(batch, ns.eps);
   const bool is_wide = x.size(-2) <= x.size(-1);
   for (const auto& [a, b, c] : ns.coefficients) {

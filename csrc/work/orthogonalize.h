@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <functional>
 #include <vector>
 
 namespace torchopt_ext {
@@ -13,12 +14,15 @@ struct NewtonSchulz {
   // rows, or its transpose.
   std::vector<std::array<double, 3>> coefficients;  // (a, b, c) of each step
   double eps = 1e-7;                                // X starts as X / max(|X|, eps)
+  // If not empty, takes [batch, m, n] and returns what directions become instead.
+  std::function<at::Tensor(const at::Tensor&)> instead;
 };
 
 // Makes triples of an operator's coefficients. Raises unless there are three for each step.
 NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps);
 
-// Orthogonalizes each matrix of [batch, m, n] by torch's products, in the batch's dtype.
+// Orthogonalizes each matrix of [batch, m, n] by torch's products, in the batch's dtype, or as
+// `ns.instead` does.
 at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch);
 
 namespace cpu {

@@ -92,7 +92,24 @@ def muon(
         None: math.sqrt(max(1, rows / cols)),
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
     }[group["adjust_lr_fn"]]
-    return group["lr"] * scale, o.to(torch.from_numpy(m).dtype).numpy()
+    o = o.numpy()
+    if group.get("beta2"):
+        o, states[1] = by_rows(o, states[1], group["beta2"])
+    return group["lr"] * scale, o.astype(m.dtype)
+
+
+def by_rows(o: Array, average: Array, beta2: float) -> tuple[Array, Array]:
+    """Returns a matrix with its rows normalized, and their average squares (section 12)."""
+    lanes = np.pad(o.astype(np.float64) ** 2, ((0, 0), (0, -o.shape[1] % 8)))
+    lanes = np.cumsum(lanes.reshape(len(o), -1, 8), axis=1)[:, -1]  # one after another
+    half = lanes[:, :4] + lanes[:, 4:]
+    squares = (half[:, 0] + half[:, 1]) + (half[:, 2] + half[:, 3])
+    average = average.astype(np.float64).reshape(-1)
+    average = (beta2 * average + (1 - beta2) * (squares / o.shape[1])).astype(np.float32)
+    factors = 1 / (np.sqrt(average.astype(np.float64)) + 1e-8)
+    before, after = np.cumsum(squares)[-1], np.cumsum(squares * factors * factors)[-1]
+    factors = (factors * (np.sqrt(before) / (np.sqrt(after) + 1e-8))).astype(np.float32)
+    return o * factors[:, None], average[:, None]
 
 
 DIRECTIONS = {"adam": adam, "adamw": adam, "lion": lion, "sgd": sgd, "muon": muon}
@@ -384,6 +401,7 @@ ROLES = {
     **dict.fromkeys(("momentum_buffer", "momentum_buffer_codes"), EXP_AVG),
     **dict.fromkeys(("exp_avg_sq", "exp_avg_sq_codes"), EXP_AVG_SQ),
     "max_exp_avg_sq": MAX_EXP_AVG_SQ,
+    "second_momentum_buffer": EXP_AVG_SQ,
     **dict.fromkeys(("master_weight", "remainder", "remainder8"), MASTER),
 }
 SCALE_ROLES = {"exp_avg_scale_v2": 5, "momentum_buffer_scale_v2": 5, "exp_avg_sq_scale_v2": 6}
@@ -425,13 +443,17 @@ class Held:
         self.seed = options.get("rounding_seed", 0) if options.get("stochastic_rounding") else None
         self.weight, self.steps = param.detach().to(self.wide, copy=True), 0
         self.states = [torch.zeros_like(self.weight) for _ in range(count)]
+        if algorithm == "muon" and count == 2:
+            self.states[1] = torch.zeros((*param.shape[:-1], 1))
 
     def step(self, group: Mapping[str, Any], grad: Tensor, grad_factor: float = 1.0) -> None:
         self.steps += 1
         wide, states = step(
             self.algorithm, group, self.steps, self.weight, grad, self.states, grad_factor
         )
-        self.states = [self._rounded(x, self.state_dtype, i) for i, x in enumerate(states, 1)]
+        for i, x in enumerate(states):
+            by_row = self.algorithm == "muon" and i == 1
+            self.states[i] = x if by_row else self._rounded(x, self.state_dtype, 1 + i)
         if self.master == "fp32" or self.dtype == self.wide:
             self.weight = wide
         elif self.master == "remainder":

@@ -471,7 +471,7 @@ def steps_matrices(optimizer_cls: Any, arguments: Mapping[str, Any]) -> bool:
     optimizer_cls = arguments.get("optimizer_class", optimizer_cls)  # ZeRO's
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedOptimizer)):
         return False
-    return issubclass(optimizer_cls, FusedMuon) or arguments.get("algorithm") == "muon"
+    return issubclass(optimizer_cls, FusedMuon) or arguments.get("algorithm") in ("muon", "normuon")
 
 
 def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._arguments import inner_optimizer
 from torchopt_ext.state.algorithms import ALGORITHMS
+from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.entries import CONTROL_KEY
 from torchopt_ext.state.local import local_tensor
@@ -102,7 +103,11 @@ def _arrays_of(optimizer: Any) -> Iterator[_Array]:
             elif MASTER not in state:
                 yield _Array(item, local, (_PARAM, row, *place))
             for name, value in state.items():
-                if name in _ROLES:
+                if name in BY_ROW:
+                    first = place[1] // max(1, local.numel() // max(1, value.numel()))
+                    numbers = (_ROLES[name], 0, place[0], first, 0, 0, 0, 0)
+                    yield _Array(item, local_tensor(value), numbers)
+                elif name in _ROLES:
                     yield _Array(item, local_tensor(value), (_ROLES[name], row, *place))
                 elif isinstance(value, Tensor) and name not in _COUNTS:
                     raise ValueError(

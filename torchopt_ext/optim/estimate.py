@@ -138,7 +138,8 @@ def estimate(
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype: as FusedAdamW's.
-        algorithm: "adamw", "adam", "lion", "sgd" or "muon".
+        algorithm: "adamw", "adam", "lion", "sgd", "muon" or "normuon", whose 4 bytes for each row
+            are not counted.
         amsgrad, momentum: as the algorithm's.
         norm: whether gradients are clipped or checked, which reads them once more.
         bucket_elements: as ZeroRedundancyOptimizer's, for "balanced" and "zero2".

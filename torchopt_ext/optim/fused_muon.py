@@ -24,8 +24,11 @@ class FusedMuon(FusedOptimizer):
     Tensors of three dimensions are batches of matrices. Groups may also have ``flatten`` (True: a
     convolution is a matrix of its first dimension by the others), ``num_heads`` (a matrix is that
     many blocks of rows, or with ``head_dim=1`` of columns), ``split_sizes`` (a matrix is blocks of
-    these rows, as fused projections are), and ``orthogonalize_dtype`` (of the products: by default
-    float32 on CPUs and bfloat16 on other devices). :func:`torchopt_ext.muon_groups` makes groups.
+    these rows, as fused projections are), ``orthogonalize_dtype`` (of the products: by default
+    float32 on CPUs and bfloat16 on other devices), and ``orthogonalize`` (a function that takes the
+    directions of matrices of one shape, [batch, rows, columns], and returns what replaces them,
+    instead of the iterations; an error in it leaves a part of the parameters stepped).
+    :func:`torchopt_ext.muon_groups` makes groups.
 
     Args:
         params: as in :class:`FusedOptimizer`; parameters of Muon are matrices.
@@ -34,6 +37,10 @@ class FusedMuon(FusedOptimizer):
         ns_coefficients: of the Newton-Schulz iterations: a triple for all ``ns_steps``, a sequence
             with a triple for each step, or the name of a preset ("jordan", "polar_express",
             "quintic", "deepseek_v4", "cans"; of "polar_express" the first ``ns_steps``).
+        beta2: if not 0, of NorMuon (arXiv:2510.05491): the rows of an orthogonalized matrix are
+            divided by the root of a moving average of their mean squares, which is kept as
+            ``second_momentum_buffer``, and the matrix gets its norm back, as in dion. A group of
+            ``algorithm="normuon"`` has 0.95.
         adjust_lr_fn: "original" (None), "match_rms_adamw", "spectral_unclamped", or a function that
             takes rows and columns and returns a factor.
         **options, and errors: as in :class:`FusedOptimizer`.
@@ -55,6 +62,7 @@ class FusedMuon(FusedOptimizer):
         adjust_lr_fn: str | Callable[[int, int], float] | None = None,
         *,
         maximize: bool = False,
+        beta2: float = 0.0,
         **options: Unpack[StepArguments],
     ) -> None:
         defaults = {
@@ -64,4 +72,6 @@ class FusedMuon(FusedOptimizer):
         }  # fmt: skip
         if maximize:
             defaults["maximize"] = True
+        if beta2:
+            defaults["beta2"] = beta2
         self._build(params, {"algorithm": "muon", **defaults}, options)

@@ -31,6 +31,7 @@ from torchopt_ext.state.algorithms import (
     name_algorithm,
     reject_unknown,
 )
+from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
 from torchopt_ext.state.local import local_tensor, mesh_groups
@@ -55,10 +56,10 @@ from torchopt_ext.statedict.weights import read_weights
 class FusedOptimizer(HookedStep, PlannedStep):
     """An optimizer of param groups that may have different algorithms, with one norm and decision.
 
-    A group's ``"algorithm"`` is "adamw", "adam", "lion", "sgd" or "muon". FusedAdamW, FusedAdam,
-    FusedLion, FusedSGD and FusedMuon are this class with other defaults. Groups of the optimizer's
-    own algorithm have its hyperparameters by default. Other groups have the defaults of their
-    algorithm, and the optimizer's ``lr``, ``weight_decay`` and ``maximize``.
+    A group's ``"algorithm"`` is one of "adamw", "adam", "lion", "sgd", "muon" and "normuon".
+    FusedAdamW, FusedAdam, FusedLion, FusedSGD and FusedMuon are this class with other defaults.
+    Groups of the optimizer's own algorithm have its hyperparameters by default. Other groups have
+    the defaults of their algorithm, and the optimizer's ``lr``, ``weight_decay`` and ``maximize``.
 
     Args:
         params: parameters, named parameters or param groups; docs/step.md says of which kinds. The
@@ -128,8 +129,9 @@ class FusedOptimizer(HookedStep, PlannedStep):
         if "algorithm" not in group or group["algorithm"] == self.defaults.get("algorithm"):
             return self.defaults
         defaults = defaults_of(group["algorithm"])
-        if algorithm_of(group) is algorithm_of(self.defaults):  # adam and adamw
-            return self.defaults | {"decoupled_weight_decay": defaults["decoupled_weight_decay"]}
+        if algorithm_of(group) is algorithm_of(self.defaults):  # adam and adamw, muon and normuon
+            differs = "beta2" if algorithm_of(group).steps_matrices else "decoupled_weight_decay"
+            return self.defaults | {differs: defaults.get(differs, 0.0)}
         return defaults | {key: self.defaults[key] for key in SHARED if key in self.defaults}
 
     def _reject_groups_of_another(self, groups: Any) -> None:
@@ -242,7 +244,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
                 "groups, which one group cannot have (a wrapper that copies arguments into "
                 "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
             )
-        wide = [state.when for state in algorithm_of(group).states_of(group) if not state.is_moment]
+        wide = [of.when for of in algorithm_of(group).states_of(group) if of.excludes_codes]
         if wide and self._storage.state_dtype == torch.int8:
             raise ValueError(f"{wide[0]} is not supported with 8-bit moments: state_dtype='int8'")
         asked = {k: group[k] for k in ("foreach", "fused", "differentiable") if k in group}
@@ -293,7 +295,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
                 param, forms = filled[key]
                 absent = param if is_dtensor(param) else ABSENT
                 missing = [name for name in forms if name not in entry]
-                entry.update({name: ABSENT if name in SCALES else absent for name in missing})
+                unlike = SCALES.keys() | BY_ROW  # the parameter does not say how to cut them
+                entry.update({name: ABSENT if name in unlike else absent for name in missing})
             if sharded := {name: value for name, value in entry.items() if is_dtensor(value)}:
                 from torchopt_ext.optim.gathered import Handed  # needs torch.distributed.tensor
 

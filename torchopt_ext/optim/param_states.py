@@ -14,6 +14,7 @@ from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.state.algorithms import STATES, algorithm_of
+from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import fit_master
@@ -86,18 +87,21 @@ def init_param_states(
     for group, param, state in entries:
         lies_with_others = _lies_with_others(param)
         for moment, dtype in moments_of(group, param, storage).items():
-            if moment not in state and OTHER_FORM.get(moment) not in state:
-                if lies_with_others:
-                    small.setdefault((moment, dtype), []).append((local_tensor(param), state))
-                else:
-                    state[moment] = torch.zeros_like(param, dtype=dtype)
+            if moment in BY_ROW or moment in state or OTHER_FORM.get(moment) in state:
+                continue
+            if lies_with_others:
+                small.setdefault((moment, dtype), []).append((local_tensor(param), state))
+            else:
+                state[moment] = torch.zeros_like(param, dtype=dtype)
     for (moment, dtype), members in small.items():
         # A step changes all of them, so with one version counter it counts the change once.
         carved = carve([like for like, _ in members], dtype, one_version=True)
         torch._foreach_zero_(carved)
         for (_, state), tensor in zip(members, carved, strict=True):
             state[moment] = tensor
-    for _, param, state in entries:
+    for group, param, state in entries:
+        for moment in BY_ROW.intersection(moments_of(group, param, storage)) - state.keys():
+            state[moment] = rows_like(group, param)
         if storage.quantizes(param) and SCALES.keys().isdisjoint(state):
             coded = [scale for scale, name in SCALES.items() if CODES_OF[name] in state]
             state.update({scale: scales_like(param) for scale in coded})
@@ -195,7 +199,11 @@ def _fit_state(
             held.append(None)
             continue
         value = _entry(name, state, what)
-        if (
+        if name in BY_ROW:
+            if problem := row_problem(value, param, group):
+                raise ValueError(f"{name} of {_called(what)} {problem}")
+            value = state[name] = fit_rows(value, group, param)
+        elif (
             type(value) is not Tensor
             or like is not param
             or value.layout is not torch.strided
@@ -223,15 +231,16 @@ def _slots(group: Mapping[str, Any], param: Tensor, storage: Storage) -> list[st
     return [*states, storage.master_of(param), *scales]
 
 
-def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, torch.dtype | None]:
+def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, Any, Any]:
     """Returns a group's algorithm and how it orthogonalizes, as OptimizerPlan takes them."""
     algorithm = algorithm_of(group)
     if not algorithm.steps_matrices:
-        return algorithm.name, (), 0.0, None
+        return algorithm.name, (), 0.0, None, None
     check_settings(group)  # a program may have changed it
     values = {**SETTINGS, **group}
-    dtype = group.get("orthogonalize_dtype")
-    return algorithm.name, coefficients_of(values), float(values["eps"]), dtype
+    coefficients, eps = coefficients_of(values), float(values["eps"])
+    more = group.get("orthogonalize_dtype"), group.get("orthogonalize")
+    return algorithm.name, coefficients, eps, *more
 
 
 def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
@@ -274,7 +283,7 @@ def build_plan(
             continue
         stepped.append((position, index, group, name, param, state))
         if storage.state_dtype == torch.int8:
-            wide = [of.when for of in algorithm_of(group).states_of(group) if not of.is_moment]
+            wide = [of.when for of in algorithm_of(group).states_of(group) if of.excludes_codes]
             if wide and storage.quantizes(param):
                 what = _called(name or position)
                 raise ValueError(f"{what} has 8-bit moments, which {wide[0]} does not support")

@@ -36,19 +36,26 @@ class Hyper:
 
 @dataclass(frozen=True)
 class State:
-    """A state that has a value for each element of a parameter.
+    """A state that has a value for each element of a parameter, or for each row.
 
     Attributes:
         name: the entry in a parameter's state.
         when: the key of a group that asks for the state, by a value that is true; None: always.
         is_moment: may be held in 8 bits: as ``codes``, with ``scale``.
         as_root: 8 bits hold the root, unsigned.
+        by_row: a float32 for each row, as state/by_row.py has it.
     """
 
     name: str
     when: str | None
     is_moment: bool
     as_root: bool
+    by_row: bool
+
+    @property
+    def excludes_codes(self) -> bool:
+        """Whether the states before it cannot have 8 bits."""
+        return not (self.is_moment or self.by_row)
 
     @property
     def codes(self) -> str:
@@ -119,7 +126,7 @@ ALGORITHMS = {
     for name, (hypers, states, whole) in _C.algorithms().items()
 }
 ADAM = ALGORITHMS["adam"]
-NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam"}
+NAMES = {**{name: name for name in ALGORITHMS}, "adamw": "adam", "normuon": "muon"}
 """The algorithm of each value that a group may have under "algorithm"."""
 
 STATES = {state.name: state for algorithm in ALGORITHMS.values() for state in algorithm.states}
@@ -139,6 +146,8 @@ def defaults_of(name: str) -> dict[str, Any]:
     """
     algorithm = algorithm_of({"algorithm": name})
     values = {key: v for key, v in algorithm.defaults.items() if key not in algorithm.may_lack}
+    if name == "normuon":  # dion's default
+        values["beta2"] = 0.95
     if name == "adamw":
         return values | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
     return values if algorithm is ADAM else values | {"algorithm": name}

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import ADAM, STATES, State
+from torchopt_ext.state.by_row import BY_ROW, has_rows_of, row_problem
 from torchopt_ext.state.local import (
     PLAIN,
     inner_tensors,
@@ -50,7 +51,7 @@ ABSENT = "not in the state dict"
 of a sharded parameter is the parameter itself, which says how to cut: not its scales."""
 
 _BY_ELEMENT = {"exp_inf", "square_avg", "grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
-SHAPED_LIKE_PARAM = _BY_ELEMENT.union(MOMENTS)
+SHAPED_LIKE_PARAM = _BY_ELEMENT.union(MOMENTS) - BY_ROW
 """Entries of torch.optim's classes that have one value for each element of the parameter."""
 
 _ADAM = ("step", *ADAM.required)
@@ -138,6 +139,8 @@ def problem(optimizer_class: Any, name: str, value: Any, param: Tensor, held: An
             if isinstance(value, Mapping):
                 return MISSING
             return tensor_problem(value, param, MASTERS[name])
+        if name in BY_ROW:
+            return row_problem(value, param)
         if name in SHAPED_LIKE_PARAM and not (name == "momentum_buffer" and value is None):
             return tensor_problem(value, param)
     if not isinstance(held, Tensor):
@@ -202,7 +205,7 @@ def is_whole(name: str, value: Any, param: Tensor) -> bool:
         return False
     if name in SCALES:  # where a rank's columns end inside a group, scales stay whole
         return can_quantize(param) and value.shape == scale_shape(param)
-    return bool(value.shape == param.shape)
+    return bool(value.shape == param.shape) or (name in BY_ROW and has_rows_of(value, param))
 
 
 def as_held(name: str, value: Any, param: Tensor) -> Any:
@@ -278,7 +281,9 @@ def converted(name: str, value: Any, param: Tensor, storage: Storage) -> Any:
             return {k: converted(k, v, param, storage) for k, v in value.items()}
         return copy.deepcopy(value)
     dtype = value.dtype
-    if name in MOMENTS:
+    if name in BY_ROW:
+        dtype = torch.float32
+    elif name in MOMENTS:
         dtype = storage.float_dtype(param)
     elif name in SCALES:
         dtype = torch.float32

@@ -30,6 +30,7 @@ OPTIONAL: dict[str, Any] = {
     "head_dim": 0,
     "split_sizes": None,
     "orthogonalize_dtype": None,
+    "orthogonalize": None,
 }
 """The keys that groups may have, with defaults."""
 
@@ -75,12 +76,18 @@ def check_settings(group: Mapping[str, Any]) -> None:
             f"orthogonalize_dtype is {values['orthogonalize_dtype']!r}, expected None or one of "
             f"{_DTYPES}"
         )
+    if not (values["orthogonalize"] is None or callable(values["orthogonalize"])):
+        raise TypeError(
+            f"orthogonalize is {values['orthogonalize']!r}, expected a function of [batch, m, n]"
+        )
     if values["num_heads"] is not None:
         expect_counts(num_heads=values["num_heads"])
         if values["num_heads"] < 1:
             raise ValueError(f"num_heads is {values['num_heads']}, expected 1 or more")
     if values["head_dim"] not in (0, 1):
         raise ValueError(f"head_dim is {values['head_dim']!r}, expected 0 (rows) or 1 (columns)")
+    if values.get("beta2") and values["num_heads"] is not None and values["head_dim"] == 1:
+        raise ValueError("head_dim=1 excludes beta2: NorMuon normalizes whole rows")
     sizes = values["split_sizes"]
     if sizes is None:
         return
@@ -166,7 +173,8 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
             (row * cols, height, width, cols, scale)
             for (row, _, height, width), scale in zip(blocks, factors, strict=True)
         ]
-    if len(shape) == 2 and local.t().is_contiguous() and len(set(factors)) == 1:
+    is_by_row = bool(group.get("beta2"))
+    if len(shape) == 2 and local.t().is_contiguous() and len(set(factors)) == 1 and not is_by_row:
         return [
             (column * rows + row, width, height, rows, scale)
             for (row, column, height, width), scale in zip(blocks, factors, strict=True)

@@ -62,12 +62,13 @@ class Storage:
     def entries(self, param: Tensor, states: Iterable[State]) -> dict[str, torch.dtype]:
         """Returns the entries that hold a parameter's states, with dtypes."""
         quantizes, dtype = self.quantizes(param), self.float_dtype(param)
-        return {
-            state.codes if quantizes and state.is_moment else state.name: (
-                CODES[state.codes] if quantizes and state.is_moment else dtype
-            )
-            for state in states
-        }
+        entries = {}
+        for state in states:
+            if quantizes and state.is_moment:
+                entries[state.codes] = CODES[state.codes]
+            else:
+                entries[state.name] = torch.float32 if state.by_row else dtype
+        return entries
 
     def float_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's moments that are not codes."""

@@ -48,7 +48,7 @@ from torchopt_ext.state.storage import Storage
 
 # Options of a group in any version of torch.
 _NEEDED = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
-_WIDE = {of.when for each in ALGORITHMS.values() for of in each.states if not of.is_moment}
+_WIDE = {of.when for each in ALGORITHMS.values() for of in each.states if of.excludes_codes}
 _REGROUPED = "build the groups that were saved, or save with flatten_optimizer_state_dict=True"
 
 SHOWN = 5

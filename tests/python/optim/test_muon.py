@@ -122,7 +122,7 @@ def test_the_operator() -> None:
     for seed in range(2):
         train(optimizer, [seed])
         torch.ops.torchopt_ext.muon_(
-            others, [p.grad for p in params], momentum, steps, control, lr=0.05,
+            others, [p.grad for p in params], momentum, [], steps, control, lr=0.05,
             ns_coefficients=JORDAN * 5, lr_scales=scales,
         )  # fmt: skip
     assert_same_bits(params, others)
@@ -132,7 +132,9 @@ def test_the_operator() -> None:
         ({"ns_coefficients": JORDAN, "lr_scales": scales[:1]}, "1 lr_scales"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message), unchanged(others):
-            torch.ops.torchopt_ext.muon_(others, grads, momentum, steps, control, lr=0.05, **wrong)
+            torch.ops.torchopt_ext.muon_(
+                others, grads, momentum, [], steps, control, lr=0.05, **wrong
+            )
 
 
 def test_the_schedule_moves_every_groups_rate() -> None:

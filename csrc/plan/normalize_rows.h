@@ -1,0 +1,21 @@
+// NorMuon's second stage (arXiv:2510.05491): the rows of an orthogonalized matrix are divided by
+// the root of a moving average of their mean squares, and the whole is scaled to the Frobenius norm
+// that it had, as dion does (dion/normuon.py), so that learning rates are those of Muon.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace torchopt_ext {
+
+// Matrices of one tensor, one after another in its memory.
+struct RowMoments {
+  float* second_momentum;  // [batch * rows]
+  double beta2;
+};
+
+// Normalizes each matrix of [batch, rows, cols], contiguous, in place, and averages its rows' mean
+// squares. On CPUs on all threads, with bits that depend on neither threads nor instructions. On
+// other devices a step whose `skip`, a float64 scalar, is not 0 leaves the averages as they are.
+void normalize_rows(const at::Tensor& matrices, const RowMoments& moments, const at::Tensor& skip);
+
+}  // namespace torchopt_ext
