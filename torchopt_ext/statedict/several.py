@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.state.algorithms import HYPERS, algorithm_of, name_algorithm
+from torchopt_ext.state.algorithms import HYPERS, algorithm_in, algorithm_of, name_algorithm
+from torchopt_ext.state.entries import MASTERS
 from torchopt_ext.state.matrices import SETTINGS
 
 _KELLER_JORDAN = {"nesterov": True, "weight_decay": 0.0, **SETTINGS}
@@ -82,6 +83,43 @@ def split(state_dict: Mapping[str, Any], groups: Sequence[int]) -> list[dict[str
             }
         )
     return parts
+
+
+def rerouted(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a container's saved state dict for a container that sends parameters elsewhere.
+
+    A parameter that another algorithm steps now begins anew, with the group and moments that
+    ``own`` has for it. Master weights, remainders, and all other parameters continue.
+
+    Args:
+        saved: flat, as containers have it.
+        own: the state dict of the container that is to load the result.
+    """
+    before, now = _algorithms(saved), _algorithms(own)
+    moved = {name for name in now if before.get(name) != now[name]}
+
+    def begins_anew(key: str) -> bool:
+        kind, name, entry = _parts(key)
+        return kind in ("state", "param_groups") and name in moved and entry not in MASTERS
+
+    kept = {key: value for key, value in saved.items() if not begins_anew(key)}
+    return kept | {key: value for key, value in own.items() if begins_anew(key)}
+
+
+def _algorithms(flat: Mapping[str, Any]) -> dict[str, Any]:
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, name, option = _parts(key)
+        if kind == "param_groups":
+            groups.setdefault(name, {})[option] = value
+    return {name: algorithm_in(group) for name, group in groups.items()}
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    """Returns kind, parameter's name and entry of a key of a flat state dict."""
+    kind, _, rest = key.partition(".")
+    name, _, entry = rest.rpartition(".")
+    return kind, name, entry
 
 
 def from_classical(state_dict: Mapping[str, Any]) -> dict[str, Any]:

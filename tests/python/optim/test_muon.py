@@ -70,6 +70,7 @@ def assert_near(params: list[nn.Parameter], expected: list[Tensor], atol: float 
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_step_is_the_reference(adjust: str | None, nesterov: bool) -> None:
+    """kozistr/pytorch_optimizer#408: another package's Muon was not what its name said."""
     params = make_params(SHAPES)
     group: dict[str, Any] = {"lr": 0.05, "adjust_lr_fn": adjust, "nesterov": nesterov}
     references = [Reference(p, **group) for p in params]
@@ -138,7 +139,7 @@ def test_the_operator() -> None:
 
 
 def test_the_schedule_moves_every_groups_rate() -> None:
-    """Complaint of ultralytics and others: the schedule moved one of two learning rates."""
+    """tenstorrent/tt-metal#56027: the schedule moved one of two learning rates."""
     matrices, vectors = make_params([(8, 12)]), make_params([(7,)])
     groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}]
     optimizer = FusedMuon(groups, lr=0.1, weight_decay=0.0)
@@ -267,7 +268,7 @@ def hybrid(**options: Any) -> tuple[list[nn.Parameter], FusedMuon]:
 
 
 def test_one_norm_and_one_factor_for_all_algorithms() -> None:
-    """DeepSpeed clipped the orthogonalized update, which divided the step by up to 86."""
+    """Of the raw gradients, as torch's function clips them."""
     params, clipped = hybrid(max_grad_norm=0.5)
     others, plain = hybrid()
     for seed in range(3):
@@ -280,7 +281,8 @@ def test_one_norm_and_one_factor_for_all_algorithms() -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
-def test_a_clipped_step_is_no_smaller() -> None:
+def test_clipping_does_not_shrink_the_orthogonalized_update() -> None:
+    """deepspeedai/DeepSpeed#7713: it was clipped instead, which divided the step by up to 86."""
     (param,) = make_params([(16, 24)])
     before = param.detach().clone()
     optimizer = FusedMuon([param], lr=0.02, weight_decay=0.0, max_grad_norm=1e-3)

@@ -250,6 +250,7 @@ class Adapted(nn.Module):
 
 
 def test_lora_a_goes_to_adamw() -> None:
+    """Nerogar/OneTrainer#1314: a matrix of so extreme a shape became noise."""
     model = nn.ModuleDict({"layers": nn.ModuleList([Adapted()]), "lm_head": nn.Linear(8, VOCAB)})
     model["lm_head"].requires_grad_(False)
     assert muons(model) == {"layers.0.lora_B.default.weight"}
@@ -318,7 +319,8 @@ WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers(wrapper: str) -> None:
+def test_wrapped_models_are_routed_as_plain_ones(wrapper: str) -> None:
+    """deepspeedai/DeepSpeed#8438: under zero.Init all parameters went to AdamW, silently."""
     wrap, prefix = WRAPPERS[wrapper]
     for new in (GPT, ConvNet):
         plain, wrapped = new(), wrap(new())
