@@ -57,8 +57,8 @@ def root_of_correction(beta2: Number, count: int) -> Number:
     return sqrt(FP64, sub(FP64, ONE, power(beta2, count)))
 
 
-def average(t: Format, m: Number, g: Number, beta: Number) -> Number:
-    w = sub(FP64, ONE, beta)
+def average(t: Format, m: Number, g: Number, beta: Number, w: Number | None = None) -> Number:
+    w = sub(FP64, ONE, beta) if w is None else w
     from_m = sub(t, g, m)
     if less(w, HALF):
         return add(t, m, mul(t, round_to(t, w), from_m))
@@ -88,9 +88,28 @@ class Step:
     def step_size(self, count: int) -> Number:
         return self.lr
 
+    def scaled(self, t: Format, grad: Number, p: Number) -> Number:
+        """Returns g."""
+        g = mul(t, grad, round_to(t, self.grad_factor))
+        if self.maximize:
+            g = negate(g)
+        if not self.decoupled and not is_zero(self.weight_decay):
+            g = add(t, g, mul(t, round_to(t, self.weight_decay), p))
+        return g
+
     def direction(self, t: Format, count: int, g: Number, states: list[Number]) -> Number:
         """Updates the states by the gradient, and returns u."""
         raise NotImplementedError
+
+    def applied(self, t: Format, p: Number, u: Number, step_size: Number) -> Number:
+        """Returns the new p, before it is rounded to the parameter's format."""
+        change = mul(t, round_to(t, step_size), u)
+        if not is_zero(self.decay()):
+            decayed = mul(t, round_to(t, self.decay()), p)
+            if self.cautious:
+                decayed = mul(t, decayed, ZERO if less(mul(t, sign(u), p), ZERO) else ONE)
+            change = add(t, decayed, change)
+        return sub(t, p, change)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +177,8 @@ def element(
     """Steps one element, given and returned as bit patterns of `fmt`: parameter and states."""
     t = compute_format(fmt)
     p, g, *states = (decode(fmt, bits) for bits in (p_bits, g_bits, *state_bits))
-    g = mul(t, g, round_to(t, a.grad_factor))
-    if a.maximize:
-        g = negate(g)
-    if not a.decoupled and not is_zero(a.weight_decay):
-        g = add(t, g, mul(t, round_to(t, a.weight_decay), p))
-    u = a.direction(t, count, g, states)
-    change = mul(t, round_to(t, a.step_size(count)), u)
-    if not is_zero(a.decay()):
-        decayed = mul(t, round_to(t, a.decay()), p)
-        if a.cautious:
-            decayed = mul(t, decayed, ZERO if less(mul(t, sign(u), p), ZERO) else ONE)
-        change = add(t, decayed, change)
-    p = sub(t, p, change)
+    u = a.direction(t, count, a.scaled(t, g, p), states)
+    p = a.applied(t, p, u, a.step_size(count))
     return encode(fmt, round_to(fmt, p)), [encode(fmt, round_to(fmt, x)) for x in states]
 
 

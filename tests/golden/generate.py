@@ -32,6 +32,7 @@ from formulas import (
     partition_greedy,
     row_length,
 )
+from muon_formulas import muon_file
 from softfloat import (
     BF16,
     FORMATS,
@@ -550,6 +551,7 @@ def loss_scale_file() -> Iterator[dict[str, Any]]:
 FILES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "adam.json": adam_file,
     "algorithms.json": algorithms_file,
+    "muon.json": lambda: muon_file(tensor_elements),
     "sumsq.json": sumsq_file,
     "accumulator.json": accumulator_file,
     "control.json": control_file,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchopt_ext
-from torchopt_ext import _C, FusedAdamW, ops
+from torchopt_ext import _C, FusedAdamW, FusedMuon, ops
 from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.state.storage import split_master
 
@@ -90,6 +90,17 @@ def test_adam(index: int) -> None:
 def test_every_algorithm() -> None:
     for case in cases("algorithms"):
         assert_stepped(case["algorithm"], case, case["arguments"])
+
+
+def test_muon() -> None:
+    for case in cases("muon"):
+        param = torch.nn.Parameter(tensor(case["dtype"], case["before"]).view(case["shape"]))
+        optimizer = FusedMuon([param], **case["arguments"])
+        for text in case["grads"]:
+            param.grad = tensor(case["dtype"], text).view(case["shape"])
+            optimizer.step()
+        after = {"p": param.detach(), **optimizer.state[param]}
+        assert {k: hexed(x) for k, x in after.items() if k != "step"} == case["after"], case
 
 
 def label(case: dict[str, Any]) -> str:

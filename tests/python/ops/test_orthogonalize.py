@@ -8,20 +8,8 @@ from typing import Any
 import pytest
 import torch
 from exact_reference import from_bits, same_bits, to_bits
-from softfloat import (
-    FP32,
-    FP64,
-    ZERO,
-    Number,
-    add,
-    decode,
-    div,
-    encode,
-    mul,
-    number,
-    round_to,
-    sqrt,
-)
+from muon_formulas import orthogonalized
+from softfloat import FP32, decode, encode
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -187,63 +175,6 @@ def test_other_dtypes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 # Bits.
 
 
-def fma(a: Number, b: Number, c: Number) -> Number:
-    return add(FP32, (a[0] ^ b[0], a[1] * b[1]), c)
-
-
-Rows = list[list[Number]]
-
-
-def product(a: Rows, b: Rows, symmetric: bool = False) -> Rows:
-    """Returns a b, each element one chain; of a symmetric product the upper half counts."""
-    result: Rows = []
-    for i, row in enumerate(a):
-        result.append([])
-        for j, column in enumerate(zip(*b, strict=True)):
-            total = ZERO
-            if symmetric and j < i:
-                total = result[j][i]
-            else:
-                for x, y in zip(row, column, strict=True):
-                    total = fma(x, y, total)
-            result[-1].append(total)
-    return result
-
-
-def specified(x: Rows, triples: list[Triple], eps: float) -> Rows:
-    """Section 12 of docs/numerics.md, for a matrix with no more rows than columns."""
-    squares = (0, sum(value * value for row in x for _, value in row))
-    norm = sqrt(FP64, round_to(FP64, squares))
-    least = number(eps)
-    norm = norm if norm[1] > least[1] else least
-    factor = div(FP64, number(1.0), norm)
-    x = [[round_to(FP32, mul(FP64, value, factor)) for value in row] for row in x]
-    segments: list[list[Triple]] = []
-    growth = math.inf
-    for triple in triples:
-        growth *= max(1.0, triple[0] ** 2)
-        if growth > 1024 or len(x) == len(x[0]):
-            segments.append([])
-            growth = max(1.0, triple[0] ** 2)
-        segments[-1].append(triple)
-    for segment in segments:
-        r = product(x, [*map(list, zip(*x, strict=True))], symmetric=True)
-        u: Rows = []
-        for triple in segment:
-            a, b, c = (round_to(FP32, number(value)) for value in triple)
-            rr = product(r, r, symmetric=True)
-            q = [
-                [fma(c, rr[i][j], mul(FP32, b, r[i][j])) for j in range(len(r))]
-                for i in range(len(r))
-            ]
-            for i in range(len(r)):
-                q[i][i] = add(FP32, q[i][i], a)
-            u = product(q, u, symmetric=True) if u else q
-            r = product(product(q, r, symmetric=True), q, symmetric=True)
-        x = product(u, x)
-    return x
-
-
 @pytest.mark.parametrize(
     ("shape", "coefficients", "steps", "scale"),
     [
@@ -262,7 +193,7 @@ def test_the_bits_are_those_of_exact_arithmetic_rounded(
     torch.manual_seed(4)
     x = torch.randn(shape) * scale
     rows = [[decode(FP32, bits) for bits in to_bits(row.clone())] for row in x]
-    expected = specified(rows, step_coefficients(coefficients, steps), 1e-7)
+    expected = orthogonalized(rows, step_coefficients(coefficients, steps), 1e-7)
     bits = [encode(FP32, value) for row in expected for value in row]
     ours = orthogonalize(x, coefficients, steps=steps)
     assert same_bits(ours, from_bits(torch.float32, bits).view(shape))
