@@ -95,6 +95,15 @@ class Identity:
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
+def orthogonalize_(
+    buffer: Tensor,
+    matrices: Sequence[tuple[int, int, int, int, float]],  # as state/matrices.py has them
+    coefficients: Sequence[tuple[float, float, float]],
+    eps: float,
+    instead: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """Orthogonalizes matrices that lie in a flat tensor, in place."""
+
 class OptimizerPlan:
     def __init__(
         self,
@@ -109,6 +118,9 @@ class OptimizerPlan:
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],
+        # Called with a part's number, the number of its exchanges, average and apply, as
+        # csrc/plan/orthogonal_update.h has them; returns the number of matrices
+        exchange: Callable[[int, int, Callable[[int], Any], Callable[[int], None]], int] | None,
         stochastic_rounding: bool,
         rounding_seed: int,
         write_back_gradients: bool,

@@ -24,6 +24,7 @@ constexpr int64_t kBytesOnDevice = int64_t{256} << 20;
 
 // Directions begin at multiples of a cache line in any dtype.
 constexpr int64_t kAlignment = 64;
+int64_t aligned(int64_t elements) { return (elements + kAlignment - 1) / kAlignment * kAlignment; }
 
 at::ScalarType direction_dtype(const TensorWork& tensor, const Orthogonalization& how,
                                at::Device device) {
@@ -85,7 +86,27 @@ void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<
   }
 }
 
+void orthogonalize_in(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,
+                      const at::Tensor& buffer, const at::Tensor& workspace) {
+  std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
+  if (is_multiplied_here(newton_schulz, buffer.device(), buffer.scalar_type())) {
+    orthogonalize_on_cpu(newton_schulz, matrices, buffer, workspace);
+  } else {
+    orthogonalize_batches(newton_schulz, matrices, buffer);
+  }
+}
+
 }  // namespace
+
+void orthogonalize(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
+                   const at::Tensor& buffer) {
+  int64_t floats = 0;
+  if (is_multiplied_here(newton_schulz, buffer.device(), buffer.scalar_type())) {
+    floats = cpu::orthogonalize_workspace(newton_schulz, in_memory(matrices, nullptr));
+  }
+  orthogonalize_in(newton_schulz, matrices, buffer,
+                   at::empty({floats}, buffer.options().dtype(at::kFloat)));
+}
 
 OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
                                    const std::vector<const Orthogonalization*>& how,
@@ -108,9 +129,28 @@ OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
     return std::tuple(direction_dtype(work.tensors[t], *how[t], device), how[t]->newton_schulz,
                       first.rows * first.cols, first.rows, work.tensors[t].numel);
   };
+  std::vector<size_t> exchanged;
+  std::ranges::copy_if(matrices, std::back_inserter(exchanged),
+                       [&](size_t t) { return how[t]->exchange >= 0; });
+  std::erase_if(matrices, [&](size_t t) { return how[t]->exchange >= 0; });
   std::ranges::stable_sort(matrices, std::greater<>(), key);
   for (const size_t t : matrices) {
-    add(work.tensors[t], t, *how[t], direction_dtype(work.tensors[t], *how[t], device));
+    const at::ScalarType dtype = direction_dtype(work.tensors[t], *how[t], device);
+    add(bucket_for(work.tensors[t], *how[t], dtype), work.tensors[t], t, *how[t]);
+  }
+  first_exchange_ = buckets_.size();
+  std::ranges::stable_sort(exchanged, std::less<>(), [&](size_t t) { return how[t]->exchange; });
+  for (const size_t t : exchanged) {
+    const at::ScalarType dtype = direction_dtype(work.tensors[t], *how[t], device);
+    const auto number = static_cast<size_t>(how[t]->exchange);
+    while (buckets_.size() <= first_exchange_ + number) {
+      new_bucket(*how[t], dtype).slot =
+          static_cast<int64_t>(buckets_.size() - 1 - first_exchange_) % ExchangeStages::kInFlight;
+    }
+    Bucket& bucket = buckets_[first_exchange_ + number];
+    TORCH_CHECK(bucket.dtype == dtype, "exchange ", number, " has directions of ", bucket.dtype,
+                " and ", dtype);
+    add(bucket, work.tensors[t], t, *how[t]);
   }
   for (Bucket& bucket : buckets_) {
     finish(bucket.average);
@@ -118,24 +158,34 @@ OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
   }
 }
 
-void OrthogonalUpdate::add(const TensorWork& tensor, size_t index, const Orthogonalization& how,
-                           at::ScalarType dtype) {
+OrthogonalUpdate::Bucket& OrthogonalUpdate::new_bucket(const Orthogonalization& how,
+                                                       at::ScalarType dtype) {
+  Bucket& bucket = buckets_.emplace_back();
+  bucket.newton_schulz = how.newton_schulz.get();
+  bucket.dtype = dtype;
+  bucket.average.work.options = options_;
+  bucket.apply.work.options = options_;
+  bucket.apply.work.options.counts_steps = false;
+  bucket.apply.work.options.write_back_gradients = false;
+  return bucket;
+}
+
+// Returns the last bucket, or a new one if the tensor does not fit there.
+OrthogonalUpdate::Bucket& OrthogonalUpdate::bucket_for(const TensorWork& tensor,
+                                                       const Orthogonalization& how,
+                                                       at::ScalarType dtype) {
   const int64_t most = device_.is_cpu() ? kBytesPerThread * at::get_num_threads() : kBytesOnDevice;
-  const int64_t elements = (tensor.numel + kAlignment - 1) / kAlignment * kAlignment;
   const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  if (buckets_.empty() || buckets_.back().dtype != dtype ||
-      buckets_.back().newton_schulz != how.newton_schulz.get() ||
-      (buckets_.back().elements + elements) * bytes > most) {
-    buckets_.emplace_back();
-    buckets_.back().newton_schulz = how.newton_schulz.get();
-    buckets_.back().dtype = dtype;
-    buckets_.back().average.work.options = options_;
-    buckets_.back().apply.work.options = options_;
-    buckets_.back().apply.work.options.counts_steps = false;
-    buckets_.back().apply.work.options.write_back_gradients = false;
-  }
-  Bucket& bucket = buckets_.back();
-  const DType direction = dtype_named(dtype);
+  const bool fits = !buckets_.empty() && buckets_.back().dtype == dtype &&
+                    buckets_.back().newton_schulz == how.newton_schulz.get() &&
+                    (buckets_.back().elements + aligned(tensor.numel)) * bytes <= most;
+  return fits ? buckets_.back() : new_bucket(how, dtype);
+}
+
+void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t index,
+                           const Orthogonalization& how) {
+  const int64_t elements = aligned(tensor.numel);
+  const DType direction = dtype_named(bucket.dtype);
   const int64_t first = std::exchange(bucket.elements, bucket.elements + elements);
   bucket.first.push_back(first);
 
@@ -197,15 +247,18 @@ void OrthogonalUpdate::finish(Pass& pass) const {
 }
 
 at::Tensor OrthogonalUpdate::buffer_of(const Bucket& bucket) {
-  if (!memory_.defined()) {
-    int64_t bytes = 0;
-    for (const Bucket& any : buckets_) {
-      bytes = std::max(bytes, any.elements * static_cast<int64_t>(c10::elementSize(any.dtype)));
+  const auto bytes_of = [](const Bucket& of) {
+    return of.elements * static_cast<int64_t>(c10::elementSize(of.dtype));
+  };
+  at::Tensor& memory = memory_[static_cast<size_t>(bucket.slot)];
+  if (!memory.defined()) {
+    int64_t most = 0;
+    for (const Bucket& other : buckets_) {
+      most = other.slot == bucket.slot ? std::max(most, bytes_of(other)) : most;
     }
-    memory_ = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
+    memory = at::empty({most}, at::TensorOptions().device(device_).dtype(at::kByte));
   }
-  const auto bytes = bucket.elements * static_cast<int64_t>(c10::elementSize(bucket.dtype));
-  return memory_.narrow(0, 0, bytes).view(bucket.dtype);
+  return memory.narrow(0, 0, bytes_of(bucket)).view(bucket.dtype);
 }
 
 void OrthogonalUpdate::place(Bucket& bucket, const at::Tensor& buffer) const {
@@ -230,11 +283,12 @@ void OrthogonalUpdate::prepare() {
   const Passes& passes = passes_on(device_);
   passes.prepare(by_element_.work, device_);
   int64_t floats = 0;
-  for (Bucket& bucket : buckets_) {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
     place(bucket, buffer_of(bucket));
     passes.prepare(bucket.average.work, device_);
     passes.prepare(bucket.apply.work, device_);
-    if (is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
+    if (b < first_exchange_ && is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
       std::vector<cpu::Matrix> all;
       for (const std::vector<Matrix>& matrices : bucket.matrices) {
         std::ranges::copy(in_memory(matrices, nullptr), std::back_inserter(all));
@@ -252,14 +306,8 @@ int64_t OrthogonalUpdate::orthogonalize(const Bucket& bucket, const at::Tensor& 
       matrices.insert(matrices.end(), bucket.matrices[k].begin(), bucket.matrices[k].end());
     }
   }
-  const auto count = static_cast<int64_t>(matrices.size());
-  std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
-  if (is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
-    orthogonalize_on_cpu(*bucket.newton_schulz, matrices, buffer, workspace_);
-  } else {
-    orthogonalize_batches(*bucket.newton_schulz, matrices, buffer);
-  }
-  return count;
+  orthogonalize_in(*bucket.newton_schulz, matrices, buffer, workspace_);
+  return static_cast<int64_t>(matrices.size());
 }
 
 void OrthogonalUpdate::normalize(const Bucket& bucket, const std::vector<GroupHyper>& groups,
@@ -286,7 +334,8 @@ void OrthogonalUpdate::normalize(const Bucket& bucket, const std::vector<GroupHy
 }
 
 void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper>& groups,
-                              const at::Tensor& control, const Traces& traces) {
+                              const at::Tensor& control, const Traces& traces,
+                              const Exchange& exchange) {
   constexpr int64_t kOrthogonalized = offsetof(Control, orthogonalized) / sizeof(double);
   constexpr int64_t kSkip = offsetof(Control, skip) / sizeof(double);
   if (device_.is_cpu() && static_cast<const Control*>(control.const_data_ptr())->skip != 0.0) {
@@ -306,16 +355,37 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     applied.push_back(groups[static_cast<size_t>(group)]);
     applied.back().hyper.value[Muon::kLrScale] = lr_scale;
   }
-  int64_t count = 0;
-  for (Bucket& bucket : buckets_) {
-    const at::Tensor buffer = buffer_of(bucket);
+  const auto average = [&](Bucket& bucket) {
+    at::Tensor buffer = buffer_of(bucket);
     take_gradients(bucket.average);
     take_gradients(bucket.apply);
     place(bucket, buffer);
     passes.update(bucket.average.work, groups, control, bucket.average.traces);
+    return buffer;
+  };
+  const auto apply = [&](const Bucket& bucket) {
+    passes.update(bucket.apply.work, applied, control, bucket.apply.traces);
+  };
+  int64_t count = 0;
+  for (size_t b = 0; b < first_exchange_; ++b) {
+    Bucket& bucket = buckets_[b];
+    const at::Tensor buffer = average(bucket);
     count += orthogonalize(bucket, buffer);
     normalize(bucket, groups, buffer, control.select(0, kSkip));
-    passes.update(bucket.apply.work, applied, control, bucket.apply.traces);
+    apply(bucket);
+  }
+  if (exchanges()) {
+    TORCH_CHECK(exchange, "the plan has parts of matrices and no exchange with other ranks");
+    const auto bucket_of = [&](int64_t k) -> Bucket& {
+      return buckets_.at(first_exchange_ + static_cast<size_t>(k));
+    };
+    count += exchange({.count = static_cast<int64_t>(buckets_.size() - first_exchange_),
+                       .average =
+                           [&](int64_t k) {
+                             Bucket& bucket = bucket_of(k);
+                             return directions(bucket, average(bucket));
+                           },
+                       .apply = [&](int64_t k) { apply(bucket_of(k)); }});
   }
   release();
   control.select(0, kOrthogonalized).add_(count).sub_(control.select(0, kSkip), count);
@@ -324,10 +394,23 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
   }
 }
 
+std::vector<std::optional<at::Tensor>> OrthogonalUpdate::directions(const Bucket& bucket,
+                                                                    const at::Tensor& buffer) {
+  std::vector<std::optional<at::Tensor>> all;
+  for (size_t k = 0; k < bucket.first.size(); ++k) {
+    const TensorWork& tensor = bucket.average.work.tensors[k];
+    all.emplace_back();
+    if (tensor.memory[kGrad] != nullptr) {
+      all.back() = buffer.narrow(0, bucket.first[k], tensor.numel);
+    }
+  }
+  return all;
+}
+
 void OrthogonalUpdate::release() {
   workspace_.reset();
   if (device_.is_cpu()) {
-    memory_.reset();
+    memory_ = {};
   }
 }
 

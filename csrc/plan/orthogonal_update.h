@@ -3,6 +3,8 @@
 // iterations replace it, NorMuon normalizes its rows, and another pass applies it to the weights.
 #pragma once
 
+#include <array>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -28,7 +30,26 @@ struct Orthogonalization {
   // float64 parameters.
   std::optional<at::ScalarType> dtype;
   std::vector<Matrix> matrices;  // these cover the tensor
+  // The number of the exchange in which ranks orthogonalize matrices of which the tensor is a part.
+  // `matrices` are then its rows with the learning rates of their matrices. -1: it has whole ones.
+  int64_t exchange = -1;
 };
+
+// The stages of exchanges 0, 1, ... of a step. average(k) returns the directions of the tensors of
+// exchange k, in the order of the plan, none for those without a gradient; apply(k) applies them.
+// At most kInFlight exchanges have directions: apply(k) comes before average(k + kInFlight).
+struct ExchangeStages {
+  static constexpr int64_t kInFlight = 3;
+  int64_t count;
+  std::function<std::vector<std::optional<at::Tensor>>(int64_t)> average;
+  std::function<void(int64_t)> apply;
+};
+// Orthogonalizes the directions of all exchanges with other ranks; returns the number of matrices.
+using Exchange = std::function<int64_t(const ExchangeStages&)>;
+
+// Orthogonalizes matrices that lie in a buffer.
+void orthogonalize(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
+                   const at::Tensor& buffer);
 
 class OrthogonalUpdate {
  public:
@@ -40,8 +61,9 @@ class OrthogonalUpdate {
   // gradients.
   void prepare();
   bool is_prepared() const { return workspace_.defined(); }  // for the next update
+  bool exchanges() const { return first_exchange_ < buckets_.size(); }
   void update(const WorkList& work, const std::vector<GroupHyper>& groups,
-              const at::Tensor& control, const Traces& traces);
+              const at::Tensor& control, const Traces& traces, const Exchange& exchange);
 
  private:
   // A list with some tensors of the plan, and its own traces.
@@ -55,14 +77,18 @@ class OrthogonalUpdate {
     const NewtonSchulz* newton_schulz = nullptr;
     at::ScalarType dtype = at::kFloat;
     int64_t elements = 0;
+    int64_t slot = 0;  // of memory_
     Pass average;
     std::vector<int64_t> first;                 // by tensor of `average`: its place in the buffer
     std::vector<std::vector<Matrix>> matrices;  // by the same, in the buffer
     Pass apply;
     std::vector<int64_t> first_applied;  // by tensor of `apply`: its place in the buffer
   };
-  void add(const TensorWork& tensor, size_t index, const Orthogonalization& how,
-           at::ScalarType dtype);
+  Bucket& bucket_for(const TensorWork& tensor, const Orthogonalization& how, at::ScalarType dtype);
+  Bucket& new_bucket(const Orthogonalization& how, at::ScalarType dtype);
+  void add(Bucket& bucket, const TensorWork& tensor, size_t index, const Orthogonalization& how);
+  static std::vector<std::optional<at::Tensor>> directions(const Bucket& bucket,
+                                                           const at::Tensor& buffer);
   void finish(Pass& pass) const;
   void place(Bucket& bucket, const at::Tensor& buffer) const;
   int64_t orthogonalize(const Bucket& bucket, const at::Tensor& buffer) const;
@@ -75,10 +101,12 @@ class OrthogonalUpdate {
   at::Device device_;
   StepOptions options_;
   Pass by_element_;
-  std::vector<Bucket> buckets_;
+  std::vector<Bucket> buckets_;  // from first_exchange_ on those of exchanges 0, 1, ...
+  size_t first_exchange_ = 0;
   // The groups of `apply`: a group of the plan with the factor of the learning rate.
   std::vector<std::pair<int32_t, double>> applied_groups_;
-  at::Tensor memory_;     // of the buffer; kept between steps, on CUDA devices
+  // Of the buffers; kept between steps, on CUDA devices.
+  std::array<at::Tensor, ExchangeStages::kInFlight> memory_;
   at::Tensor workspace_;  // of the products on a CPU, from prepare() to the end of the step
 };
 

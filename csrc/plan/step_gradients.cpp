@@ -196,7 +196,8 @@ void StepPlan::end_update() {
   }
 }
 
-void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control) {
+void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& control,
+                      const Exchange& exchange) {
   for (auto& [i, non_dense] : non_dense_) {
     if (non_dense.param.defined()) {
       non_dense.copy.copy_(non_dense.param.detach());
@@ -208,7 +209,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
     if (orthogonal_ == nullptr || !orthogonal_->is_prepared()) {
       prepare();  // an operator's plan
     }
-    orthogonal_->update(work_, groups, control, traces_);
+    orthogonal_->update(work_, groups, control, traces_, exchange);
   }
   for (auto& [i, non_dense] : non_dense_) {
     if (non_dense.param.defined()) {

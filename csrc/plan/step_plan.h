@@ -110,7 +110,8 @@ class StepPlan {
 
   // Runs pass A.
   void accumulate(const at::Tensor& accumulator, bool normalize);
-  void update(const std::vector<GroupHyper>& groups, const at::Tensor& control);
+  void update(const std::vector<GroupHyper>& groups, const at::Tensor& control,
+              const Exchange& exchange = {});
 
   size_t size() const { return work_.tensors.size(); }
   at::Device device() const { return device_; }

@@ -116,8 +116,9 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                                          const std::vector<NamedAlgorithm>& named,
                                          const std::vector<at::Device>& part_devices,
                                          const py::list& idle, const py::object& local_gradients,
-                                         bool stochastic_rounding, uint64_t rounding_seed,
-                                         bool write_back_gradients, uint32_t track) {
+                                         const py::object& exchange, bool stochastic_rounding,
+                                         uint64_t rounding_seed, bool write_back_gradients,
+                                         uint32_t track) {
   const StepOptions options{.stochastic_rounding = stochastic_rounding,
                             .write_back_gradients = write_back_gradients,
                             .track = track,
@@ -128,7 +129,7 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
     algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype, instead);
   }
   return std::make_unique<OptimizerPlan>(param_groups, state, params, algorithms, part_devices,
-                                         idle, local_gradients, options);
+                                         idle, local_gradients, exchange, options);
 }
 
 }  // namespace
@@ -172,13 +173,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("observed", at::hasCallbacks);
   m.def("renew_copy", renew_copy, py::arg("copy"), py::arg("weight"),
         py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "orthogonalize_",
+      [](const at::Tensor& buffer,
+         const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>& fields,
+         const std::vector<std::array<double, 3>>& coefficients, double eps,
+         const std::function<at::Tensor(const at::Tensor&)>& instead) {
+        std::vector<Matrix> matrices;
+        for (const auto& [first, rows, cols, stride, lr_scale] : fields) {
+          matrices.push_back({first, rows, cols, stride, lr_scale});
+        }
+        orthogonalize({coefficients, eps, instead}, matrices, buffer);
+      },
+      py::arg("buffer"), py::arg("matrices"), py::arg("coefficients"), py::arg("eps"),
+      py::arg("instead"), py::call_guard<py::gil_scoped_release>());
   add_carve(m);
   add_param_lists(m);
   py::class_<OptimizerPlan>(m, "OptimizerPlan")
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("algorithms"), py::arg("part_devices"), py::arg("idle"),
-           py::arg("local_gradients"), py::arg("stochastic_rounding"), py::arg("rounding_seed"),
-           py::arg("write_back_gradients"), py::arg("track"))
+           py::arg("local_gradients"), py::arg("exchange"), py::arg("stochastic_rounding"),
+           py::arg("rounding_seed"), py::arg("write_back_gradients"), py::arg("track"))
       .def("release", &OptimizerPlan::release)
       .def(
           "collect",

@@ -109,8 +109,11 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
                              const std::vector<Param>& params,
                              const std::vector<GroupAlgorithm>& algorithms,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
-                             py::object local_gradients, const StepOptions& options)
-    : snapshot_(param_groups, state), local_gradients_(std::move(local_gradients)) {
+                             py::object local_gradients, py::object exchange,
+                             const StepOptions& options)
+    : snapshot_(param_groups, state),
+      local_gradients_(std::move(local_gradients)),
+      exchange_(std::move(exchange)) {
   std::vector<std::shared_ptr<const NewtonSchulz>> newton_schulz;
   for (const auto& [algorithm, coefficients, eps, dtype, instead] : algorithms) {
     algorithms_.push_back(algorithm);
@@ -121,14 +124,16 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   std::vector<std::vector<Followed>> followed(part_devices.size());
   std::vector<std::vector<int64_t>> positions(part_devices.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto& [held, local, group, name, number, part, place, copied, matrices] = params[i];
+    const auto& [held, local, group, name, number, part, place, copied, matrices,
+                 number_of_exchange] = params[i];
     const auto& [index, first_element, run, stride, rows, gap] = place;
     StepPlan::Entry entry;
     entry.group = group;
     entry.algorithm = algorithms_.at(static_cast<size_t>(group));
     entry.orthogonalization = {newton_schulz[static_cast<size_t>(group)],
                                std::get<3>(algorithms[static_cast<size_t>(group)]),
-                               {}};
+                               {},
+                               number_of_exchange};
     for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
       entry.orthogonalization.matrices.push_back({first, rows, cols, stride, lr_scale});
     }
@@ -247,12 +252,18 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   }
   const py::gil_scoped_release unlocked;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    update_part(parts_[i], part_controls[i]);
+    update_part(i, part_controls[i]);
   }
 }
 
-void OptimizerPlan::update_part(Part& part, const at::Tensor& control) {
-  part.plan.update(part.hypers, control);
+void OptimizerPlan::update_part(size_t number, const at::Tensor& control) {
+  Part& part = parts_[number];
+  part.plan.update(part.hypers, control, [&](const ExchangeStages& stages) {
+    const py::gil_scoped_acquire locked;
+    const auto average = py::cpp_function(stages.average, py::call_guard<py::gil_scoped_release>());
+    const auto apply = py::cpp_function(stages.apply, py::call_guard<py::gil_scoped_release>());
+    return exchange_(number, stages.count, average, apply).cast<int64_t>();
+  });
   renew_marks(part);
 }
 
@@ -305,7 +316,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     plan.accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  update_part(part, control);
+  update_part(0, control);
   return true;
 }
 

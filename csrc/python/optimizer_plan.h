@@ -40,10 +40,12 @@ class OptimizerPlan {
   // None where absent: the objects in groups and state (DTensors, wrapper subclasses, or the local
   // tensors themselves), and their local tensors. Then its group, its name and its number for
   // messages, its part (parameters of a part share a device and the ranks that sum their norm),
-  // StepPlan::Place, Entry::copied, and the fields of its matrices if it is orthogonalized.
-  using Param = std::tuple<Objects, Objects, int32_t, std::string, size_t, size_t,
-                           std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool,
-                           std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>>;
+  // StepPlan::Place, Entry::copied, and, if it is orthogonalized, the fields of its matrices and
+  // the number of its exchange.
+  using Param =
+      std::tuple<Objects, Objects, int32_t, std::string, size_t, size_t,
+                 std::tuple<uint32_t, int64_t, int64_t, int64_t, int64_t, int64_t>, bool,
+                 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>, int64_t>;
   // A group's algorithm and, if it writes directions, the coefficients of Newton-Schulz iterations,
   // eps, the dtype of the products, and NewtonSchulz::instead.
   using GroupAlgorithm =
@@ -52,11 +54,13 @@ class OptimizerPlan {
 
   // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
   // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or
-  // incomplete, and other wrapper subclasses. Raises what StepPlan raises.
+  // incomplete, and other wrapper subclasses. `exchange(part, count, average, apply)` is Exchange,
+  // or None without exchanges. Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<GroupAlgorithm>& algorithms,
                 const std::vector<at::Device>& part_devices, const pybind11::list& idle,
-                pybind11::object local_gradients, const StepOptions& options);
+                pybind11::object local_gradients, pybind11::object exchange,
+                const StepOptions& options);
 
   OptimizerPlan(const OptimizerPlan&) = delete;
   OptimizerPlan& operator=(const OptimizerPlan&) = delete;
@@ -160,7 +164,7 @@ class OptimizerPlan {
   static bool follow(Part& part);
   static void collect_unchanged(Part& part);
   void take_written_weights(Part& part);
-  static void update_part(Part& part, const at::Tensor& control);
+  void update_part(size_t number, const at::Tensor& control);
   static void renew_marks(Part& part);
   bool attach_changed(Part& part);
   void set_pending_gradients(Part& part);
@@ -172,6 +176,7 @@ class OptimizerPlan {
   std::vector<Part> parts_;
   std::vector<Idle> idle_;
   pybind11::object local_gradients_;
+  pybind11::object exchange_;
 };
 
 }  // namespace torchopt_ext

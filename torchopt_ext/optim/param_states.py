@@ -321,7 +321,9 @@ def build_plan(
         matrices = []
         if algorithm_of(group).steps_matrices:
             matrices = matrices_of(group, param, name or position)
-        rows.append((held, tensors, index, name, position, part, place, copy is not None, matrices))
+        rows.append(
+            (held, tensors, index, name, position, part, place, copy is not None, matrices, -1)
+        )
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
@@ -330,6 +332,7 @@ def build_plan(
         [device for device, _ in parts],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),
+        None,
         **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
