@@ -144,8 +144,8 @@ OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
     const at::ScalarType dtype = direction_dtype(work.tensors[t], *how[t], device);
     const auto number = static_cast<size_t>(how[t]->exchange);
     while (buckets_.size() <= first_exchange_ + number) {
-      new_bucket(*how[t], dtype).slot =
-          static_cast<int64_t>(buckets_.size() - 1 - first_exchange_) % ExchangeStages::kInFlight;
+      const size_t exchange = buckets_.size() - first_exchange_;
+      new_bucket(*how[t], dtype).slot = static_cast<int64_t>(exchange) % ExchangeStages::kInFlight;
     }
     Bucket& bucket = buckets_[first_exchange_ + number];
     TORCH_CHECK(bucket.dtype == dtype, "exchange ", number, " has directions of ", bucket.dtype,

@@ -84,6 +84,11 @@ class Controlled:
     _norm_measured = False  # by the last step
     _written_skip: bool | None = None  # skip_nonfinite in the control blocks, if known
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks that share matrices communicate in pass B."""
+        return False
+
     def _init_control(self) -> None:
         self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}
         self._blocks: dict[torch.device, tuple[Tensor, Tensor]] = {}  # control, accumulator

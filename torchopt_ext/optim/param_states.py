@@ -10,9 +10,11 @@ from torch import Tensor
 from torchopt_ext import _C
 from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
+from torchopt_ext.optim.owners import SharedParam, groups_of_cut
 from torchopt_ext.state.algorithms import STATES, algorithm_of
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
@@ -261,15 +263,15 @@ def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: StepOptions
-) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]]]:
+) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers, dict[int, Any]]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
     replaced in ``optimizer.state`` by entries that do.
 
     Returns:
-        The plan, device and norm key of each of its parts, and each parameter with its name or
-        number.
+        The plan, device and norm key of each of its parts, each parameter with its name or number,
+        and the plan's exchanges with the process groups of their parameters, by position.
 
     Raises:
         ValueError: a state entry is missing or does not fit its parameter.
@@ -303,6 +305,14 @@ def build_plan(
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
     counted = options.stochastic_rounding
+    groups = groups_of_cut(optimizer)
+    shared = [
+        SharedParam.of(position, parts[part_of(param)], group, param, _called(name or position))
+        for position, _, group, name, param, _ in stepped
+        if position in groups
+    ]
+    exchangers = Exchangers(shared, groups, [device for device, _ in parts])
+    numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
         held = _fit_state(group, param, state, storage, name or position)
@@ -321,9 +331,8 @@ def build_plan(
         matrices = []
         if algorithm_of(group).steps_matrices:
             matrices = matrices_of(group, param, name or position)
-        rows.append(
-            (held, tensors, index, name, position, part, place, copy is not None, matrices, -1)
-        )
+        more = place, copy is not None, matrices, numbers.get(position, -1)
+        rows.append((held, tensors, index, name, position, part, *more))
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
@@ -332,8 +341,8 @@ def build_plan(
         [device for device, _ in parts],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),
-        None,
+        exchangers,
         **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
-    return plan, list(parts), named
+    return plan, list(parts), named, exchangers, groups

@@ -1,7 +1,7 @@
 """The plan of a fused optimizer's steps, and the parts of such a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.exchange import Exchangers, positions_with_gradient
 from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
+from torchopt_ext.optim.owners import groups_of_cut
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
 from torchopt_ext.state.entries import CONTROL_KEY
@@ -30,6 +32,8 @@ class _Built(NamedTuple):
     names: list[str]  # of the parameters, or their numbers
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
+    exchangers: Exchangers
+    groups: Mapping[int, Any]  # of parameters whose matrices are cut over ranks, by position
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -181,7 +185,7 @@ class PlannedStep(Controlled, Optimizer):
         if with_norm:
             self._expect_all_shards(built)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
-        shared = with_norm and reduced
+        shared = (with_norm and reduced) or built.groups
         if device is None or shared or context.progress is not None:
             return False
         self._begin_step(context)
@@ -221,6 +225,16 @@ class PlannedStep(Controlled, Optimizer):
         self.update_control(total, context)
         self._norm_measured = bool(total)
 
+    @property
+    def exchanges(self) -> bool:
+        return bool(groups_of_cut(self) if self._built is None else self._built.groups)
+
+    def agree_on_gradients(self) -> None:
+        """Raises RuntimeError on all ranks if some have gradients that others have not."""
+        assert self._built is not None, "collect() comes first"
+        exchangers, groups = self._built.exchangers, self._built.groups
+        exchangers.present = positions_with_gradient(self, groups)
+
     def update(self) -> None:
         """Runs pass B, after :meth:`decide`."""
         assert self._built is not None, "collect() comes first"
@@ -240,11 +254,11 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, parts, named = param_states.build_plan(self, self._storage, self._options)
+        plan, parts, named, *shared = param_states.build_plan(self, self._storage, self._options)
         self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
-        self._built = _Built(plan, parts, names, device, next(flattened, None))
+        self._built = _Built(plan, parts, names, device, next(flattened, None), *shared)
         return self._built

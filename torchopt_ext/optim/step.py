@@ -127,12 +127,15 @@ def _step_together(
         first.check_scaler(context)
         total = dict(context.measured or {})
         measured = bool(total) or first.wants_norm(context)
-        if not total and (measured or context.progress is not None):
+        exchanging = [optimizer for optimizer in optimizers if optimizer.exchanges]
+        if not total and (measured or context.progress is not None or exchanging):
             total = accumulated_norm(optimizers, context, progress, measured=measured)
             if context.check_overflow:
                 context = context._replace(found_inf=None)  # counted with the squares
         if total:
             context = _unless_rejected(optimizers, total, context)
+        for optimizer in exchanging:
+            optimizer.agree_on_gradients()
         for optimizer in optimizers:
             optimizer.decide(total if measured else {}, context)
         for optimizer in optimizers:  # only when nothing can fail in another one
@@ -188,7 +191,8 @@ def reject(optimizers: Sequence[Controlled], context: StepContext, progress: Ste
     """Tells the ranks that wait in this step's norm that this rank rejects the step."""
     if context.measured is not None:
         return  # the ranks exchanged the norm before the step, so none waits
-    if progress.pending and (context.progress is not None or optimizers[0].wants_norm(context)):
+    agrees = context.progress is not None or any(o.exchanges for o in optimizers)
+    if progress.pending and (agrees or optimizers[0].wants_norm(context)):
         with suppress(Exception):
             total = accumulated_norm(optimizers, context, progress, rejects=True)
             if not _knows_rejections(optimizers, total):
@@ -265,7 +269,8 @@ def accumulated_norm(
     if group is not None:
         agree(total, group, progress)
     if not rejects and (group is not None or any(sums)):
-        optimizers[0].rejected_steps.note(total)
+        # Other ranks make no exchange with one that rejects the step.
+        optimizers[0].rejected_steps.note(total, waits=any(o.exchanges for o in optimizers))
     return {device: moved(total, device) for device in devices}
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._arguments import expect_bools, expect_counts, expect_numbers
-from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.newton_schulz import JORDAN, Triple, step_coefficients
+from torchopt_ext.state.pieces import is_cut, is_stack, pieces_of
 
 Matrix = tuple[int, int, int, int, float]
 """First element, rows, columns and stride in storage order, and the factor of the learning rate."""
@@ -128,6 +128,8 @@ def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:
 def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> list[Matrix]:
     """Returns the matrices of a parameter, in storage order of its local tensor.
 
+    If ranks hold parts of the matrices of a DTensor, these are the rows that this rank has.
+
     Two dimensions are one matrix, three a batch of matrices (experts). With ``flatten`` all
     dimensions after the first are columns (convolutions). ``num_heads`` cuts a matrix into blocks
     of equal rows, or of equal columns if ``head_dim`` is 1, and ``split_sizes`` into blocks of
@@ -135,15 +137,13 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
     through a dense copy, whose storage order counts (csrc/plan/entry_checks.cpp).
 
     Raises:
-        ValueError: the parameter has no such matrices, or they are not whole in each process.
+        ValueError: the parameter has no such matrices.
     """
     called = repr(what) if isinstance(what, str) else f"parameter {what}"
-    if is_dtensor(param):
-        _expect_whole(group, param, called)
     if param.is_complex():
         raise ValueError(f"{called} has dtype {param.dtype}; Muon does not support complex numbers")
     local = local_tensor(param)
-    shape = tuple(local.shape)
+    shape = tuple(param.shape if is_cut(group, param) else local.shape)
     if len(shape) > 1 and group.get("flatten"):
         batch, rows, cols = 1, shape[0], math.prod(shape[1:])
     elif len(shape) in (2, 3):
@@ -155,9 +155,11 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
             "others: put it into a group of another algorithm (torchopt_ext.muon_groups). "
             "ZeroRedundancyOptimizer cuts matrices unless partition is 'greedy'"
         )
+    blocks, factor = _blocks(group, rows, cols, called), _adjustment(group)
+    if is_cut(group, param):
+        return _rows_of_pieces(group, param, blocks, factor, called)
     if not torch.ops.aten.is_non_overlapping_and_dense(local):
         local = torch.empty_like(local, device="meta")
-    blocks, factor = _blocks(group, rows, cols, called), _adjustment(group)
     if local.numel() == 0:
         return [(0, 0, cols, cols, 1.0)]
     factors = [_factor_of(factor, height, width, called) for _, _, height, width in blocks]
@@ -185,18 +187,45 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
     )
 
 
-def _expect_whole(group: Mapping[str, Any], param: Any, called: str) -> None:
-    """Raises ValueError, on all ranks alike, if a rank may have a part of a matrix of a DTensor."""
-    in_batch = param.dim() == 3 and not group.get("flatten")
-    for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-        is_whole = placement.is_replicate() or (
-            placement.is_shard() and placement.dim == 0 and in_batch
-        )
-        if size > 1 and not is_whole:
-            raise ValueError(
-                f"{called} of shape {tuple(param.shape)} is {placement} over {size} ranks, and "
-                "Muon needs whole matrices in each process"
-            )
+def blocks_of(group: Mapping[str, Any], param: Tensor, called: str) -> list[Matrix]:
+    """Returns the blocks of a whole matrix of a parameter that are orthogonalized each for itself.
+
+    Learning rates are those of the ranks' rows, :func:`matrices_of`.
+    """
+    shape = param.shape[1:] if is_stack(group, param) else param.shape
+    rows, cols = shape[0], math.prod(shape[1:])
+    return [
+        (row * cols + column, height, width, cols, 1.0)
+        for row, column, height, width in _blocks(group, rows, cols, called)
+    ]
+
+
+def _rows_of_pieces(
+    group: Mapping[str, Any],
+    param: Any,
+    blocks: Sequence[tuple[int, int, int, int]],
+    factor: Callable[[int, int], float],
+    called: str,
+) -> list[Matrix]:
+    """Returns this rank's rows of cut matrices, with the learning rates of their blocks."""
+    local = local_tensor(param)
+    if group.get("beta2"):
+        raise ValueError(f"{called} is cut over ranks: NorMuon needs whole matrices on each rank")
+    if not local.is_contiguous():
+        raise ValueError(f"{called} has a local part with strides {local.stride()}, not contiguous")
+    rank = torch.distributed.get_rank()
+    found = []
+    for pieces in pieces_of(group, param, called)[0]:
+        if rank not in pieces:
+            continue
+        start, first, rows, run, stride = pieces[rank]
+        top = first // stride
+        for row, column, height, width in blocks:
+            low, high = max(row, top), min(row + height, top + rows)
+            if low < high and column == 0:  # blocks of columns have one factor
+                scale = _factor_of(factor, height, width, called)
+                found.append((start + (low - top) * run, high - low, run, run, scale))
+    return found or [(0, 0, 1, 1, 1.0)]
 
 
 def _adjustment(group: Mapping[str, Any]) -> Callable[[int, int], float]:

@@ -1,0 +1,145 @@
+"""Which rank orthogonalizes each matrix of which ranks hold parts, and in which exchange."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchopt_ext.state.algorithms import algorithm_of
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.matrices import SETTINGS, Matrix, blocks_of, coefficients_of
+from torchopt_ext.state.pieces import Piece, group_of_mesh, is_cut, pieces_of
+
+BYTES = 16 << 20
+"""Directions of an exchange on one rank: more than a network needs, few beside the weights."""
+LEAST = 4
+"""The fewest exchanges, if there are as many parameters: the products of one hide the next."""
+
+
+@dataclass(frozen=True)
+class SharedMatrix:
+    """A matrix of which ranks hold parts. Ranks are numbered in the exchange's group.
+
+    Attributes:
+        numel: the elements of the whole matrix.
+        pieces: what each rank holds, without ranks that hold nothing.
+        owner: the rank that orthogonalizes it.
+        senders: the ranks whose pieces make up the matrix: those of the owner's replica.
+    """
+
+    numel: int
+    pieces: Mapping[int, Piece]
+    owner: int
+    senders: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedParam:
+    """A parameter whose matrices are cut.
+
+    Attributes:
+        position, part: of the parameter in the optimizer and in its plan.
+        settings: coefficients, eps and what replaces the iterations, for _C.orthogonalize_.
+        blocks: the blocks of each of its matrices that are orthogonalized.
+        dtype: of its directions, as csrc/plan/orthogonal_update.cpp chooses it.
+    """
+
+    position: int
+    part: int
+    settings: tuple[Any, ...]
+    blocks: tuple[Matrix, ...]
+    dtype: torch.dtype
+    numel: int
+    pieces: list[dict[int, Piece]]  # of each matrix, by rank of the default group
+    replicas: dict[int, int]
+
+    @classmethod
+    def of(
+        cls, position: int, part: int, group: Mapping[str, Any], param: Any, called: str
+    ) -> "SharedParam":
+        values = {**SETTINGS, **group}
+        triples = tuple(coefficients_of(values))
+        settings = triples, float(values["eps"]), group.get("orthogonalize")
+        blocks = tuple(blocks_of(group, param, called))
+        usual = torch.float32 if local_tensor(param).is_cpu else torch.bfloat16
+        dtype = group.get("orthogonalize_dtype") or usual
+        dtype = torch.float64 if param.dtype == torch.float64 else dtype
+        pieces = pieces_of(group, param, called)
+        return cls(position, part, settings, blocks, dtype, param.numel(), *pieces)
+
+    @cached_property
+    def flops(self) -> int:
+        """The operations for one of its matrices, as torch.optim.Muon makes them: a step has
+        products of m x n by n x m, m x m by m x m, and m x m by m x n for m <= n."""
+        sides = [sorted((rows, cols)) for _, rows, cols, _, _ in self.blocks]
+        return len(self.settings[0]) * sum(m * m * (4 * n + 2 * m) for m, n in sides)
+
+
+Exchange = list[tuple[SharedParam, list[SharedMatrix]]]
+"""Parameters whose directions travel together, in the order of the plan, with their matrices."""
+
+
+def groups_of_cut(optimizer: Any) -> dict[int, Any]:
+    """Returns the process groups of parameters whose matrices are cut, by position."""
+    pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    return {
+        position: group_of_mesh(param.device_mesh)
+        for position, (group, param) in enumerate(pairs)
+        if algorithm_of(group).steps_matrices and is_cut(group, param)
+    }
+
+
+def plan_exchanges(params: Sequence[SharedParam], process_group: Any) -> dict[int, list[Exchange]]:
+    """Returns the exchanges of each part of a plan, for parameters that one group of ranks shares.
+
+    Matrices go to ranks that hold a part, the most expensive first, each to the rank with the
+    least to do and, among those, with the fewest elements. Nothing depends on the rank.
+    """
+    number = {rank: n for n, rank in enumerate(dist.get_process_group_ranks(process_group))}
+    loads = [(0, 0, rank) for rank in number.values()]
+    ranked = sorted(params, key=lambda param: (str(param.dtype), -param.flops))
+    chosen = []
+    for param in ranked:
+        matrices = []
+        numel = param.numel // len(param.pieces)
+        for by_rank in param.pieces:
+            pieces = {number[rank]: piece for rank, piece in by_rank.items()}
+            replicas = {number[rank]: param.replicas[rank] for rank in by_rank}
+            work, elements, owner = min(loads[rank] for rank in pieces)
+            loads[owner] = work + param.flops, elements + numel, owner
+            senders = frozenset(r for r in pieces if replicas[r] == replicas[owner])
+            matrices.append(SharedMatrix(numel, pieces, owner, senders))
+        chosen.append((param, matrices))
+    by_part: dict[int, list[Exchange]] = {}
+    for pair in chosen:
+        exchanges = by_part.setdefault(pair[0].part, [])
+        if not (exchanges and _has_room(exchanges[-1], pair[0], params, len(number))):
+            exchanges.append([])
+        exchanges[-1].append(pair)
+    for exchange in itertools.chain(*by_part.values()):
+        exchange.sort(key=lambda pair: pair[0].position)
+    return by_part
+
+
+def _has_room(
+    exchange: Exchange, param: SharedParam, params: Iterable[SharedParam], ranks: int
+) -> bool:
+    total = sum(other.numel for other in params if other.part == param.part)
+    most = min(BYTES // param.dtype.itemsize * ranks, math.ceil(total / LEAST))
+    held = sum(other.numel for other, _ in exchange)
+    return held + param.numel <= most and exchange[0][0].dtype == param.dtype
+
+
+def unevenness(exchanges: Iterable[Exchange], ranks: int) -> float:
+    """Returns the operations of the busiest rank, of the mean."""
+    loads = [0] * ranks
+    for exchange in exchanges:
+        for param, matrices in exchange:
+            for matrix in matrices:
+                loads[matrix.owner] += param.flops
+    return max(loads) * ranks / sum(loads) if any(loads) else 1.0
