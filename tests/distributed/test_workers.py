@@ -36,6 +36,7 @@ def worker(
         worker("containers_dcp", (2,)),
         worker("estimate", (2,)),
         worker("fsdp", (2,)),
+        worker("muon", (4, 3, 2, 1), NEWEST, seconds=300),
         worker("mixed_precision", (4, 2, 1), NEWEST, seconds=240),
         worker("quantized", (2, 3), NEWEST, seconds=250),
         worker("state_dicts", (2,), NEWEST),

@@ -45,7 +45,7 @@ class Exchangers:
         self._parts: dict[int, Exchanger] = {}
         for group in dict.fromkeys(groups[param.position] for param in params):
             own = [param for param in params if groups[param.position] is group]
-            for part, exchanges in plan_exchanges(own, group).items():
+            for part, exchanges in plan_exchanges(own, dist.get_process_group_ranks(group)).items():
                 self._parts[part] = Exchanger(exchanges, group, devices[part])
 
     @property

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.local import local_tensor
@@ -94,13 +93,18 @@ def groups_of_cut(optimizer: Any) -> dict[int, Any]:
     }
 
 
-def plan_exchanges(params: Sequence[SharedParam], process_group: Any) -> dict[int, list[Exchange]]:
+def plan_exchanges(
+    params: Sequence[SharedParam], ranks: Sequence[int]
+) -> dict[int, list[Exchange]]:
     """Returns the exchanges of each part of a plan, for parameters that one group of ranks shares.
 
     Matrices go to ranks that hold a part, the most expensive first, each to the rank with the
     least to do and, among those, with the fewest elements. Nothing depends on the rank.
+
+    Args:
+        ranks: the group's, in the default group.
     """
-    number = {rank: n for n, rank in enumerate(dist.get_process_group_ranks(process_group))}
+    number = {rank: n for n, rank in enumerate(ranks)}
     loads = [(0, 0, rank) for rank in number.values()]
     ranked = sorted(params, key=lambda param: (str(param.dtype), -param.flops))
     chosen = []

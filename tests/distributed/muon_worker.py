@@ -1,0 +1,343 @@
+"""Cases of test_workers.py: Muon over matrices of which ranks hold parts has one process's bits."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from tests.support.compare import assert_same_bits, snapshot
+from tests.support.problems import set_gradients
+from tests.support.ranks import full_tensor, gathered, run_cases
+from torchopt_ext import FusedMuon, digest
+from torchopt_ext.state.local import shard_of
+
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
+GROUPS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((24, 40), {"num_heads": 4}),  # heads of 6 rows: cut inside on 3 and 4 ranks
+    ((40, 24), {"num_heads": 3, "head_dim": 1}),
+    ((30, 16), {"split_sizes": (20, 4, 6), "adjust_lr_fn": "match_rms_adamw"}),
+    ((7, 9), {"ns_coefficients": "polar_express"}),
+    ((2, 9), {}),  # ranks without a part
+    ((1, 12), {}),
+    ((3, 8, 10), {}),  # experts
+    ((8, 4, 3, 3), {"flatten": True}),
+    ((16, 70), {"nesterov": False, "momentum": 0.9}),
+    ((5,), {"algorithm": "adamw"}),
+    ((6, 4), {"algorithm": "adamw"}),
+]
+WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "fp64": (torch.float64, {}),
+    "master": (torch.bfloat16, {"master_weights": "fp32"}),
+    "remainder8, random": (
+        torch.bfloat16,
+        {
+            "master_weights": "remainder8",
+            "stochastic_rounding": True,
+            "state_dtype": torch.bfloat16,
+        },
+    ),
+}
+
+
+def layouts() -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+    world = dist.get_world_size()
+    found: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+        "rows": ((world,), [ROWS]),
+        "columns": ((world,), [COLUMNS]),
+    }
+    if world == 4:
+        found |= {
+            "HSDP": ((2, 2), [WHOLE, ROWS]),
+            "replicated inside": ((2, 2), [ROWS, WHOLE]),
+            "rectangles": ((2, 2), [ROWS, COLUMNS]),
+            "rows of rows": ((2, 2), [ROWS, ROWS]),
+            "whole": ((2, 2), [WHOLE, WHOLE]),
+        }
+    return found
+
+
+class Run:
+    """An optimizer over whole tensors, or over DTensors with the same values and gradients."""
+
+    def __init__(
+        self, place: Callable[[Tensor], Tensor] = lambda t: t, way: str = "fp32", **more: Any
+    ) -> None:
+        dtype, options = WAYS[way]
+        generator = torch.Generator().manual_seed(1)
+        self.place, self.params, groups = place, [], []
+        for shape, group in GROUPS:
+            value = torch.randn(shape, generator=generator).to(dtype)
+            self.params.append(nn.Parameter(place(value)))
+            groups.append({"params": [self.params[-1]], **group})
+        more = {"lr": 0.1, "max_grad_norm": 1.0} | options | more
+        self.optimizer = FusedMuon(groups, **more)
+
+    def set_gradients(self, seed: int, without: tuple[int, ...] = ()) -> None:
+        whole = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in self.params]
+        set_gradients(whole, seed=seed)
+        for i, (p, w) in enumerate(zip(self.params, whole, strict=True)):
+            p.grad = None if i in without else self.place(w.grad)
+
+    def train(self, *seeds: int) -> Run:
+        for seed in seeds:
+            self.set_gradients(seed, without=(0, 3) if seed == 2 else ())
+            self.optimizer.step()
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [full_tensor(p) for p in self.params]
+
+    def moments(self) -> list[Tensor]:
+        states = [self.optimizer.state[p] for p in self.params]
+        return [full_tensor(s.get("momentum_buffer", s.get("exp_avg"))) for s in states]
+
+
+def placed(shape: tuple[int, ...], placements: list[Placement]) -> Callable[[Tensor], Tensor]:
+    mesh = init_device_mesh("cpu", shape)
+
+    def place(tensor: Tensor) -> Tensor:
+        own = [p if not p.is_shard() or p.dim < tensor.dim() else Replicate() for p in placements]
+        return distribute_tensor(tensor, mesh, own, src_data_rank=None)
+
+    return place
+
+
+def has_one_process_bits(layout: str, way: str) -> None:
+    alone = Run(way=way).train(0, 1, 2, 3)
+    shared = Run(placed(*layouts()[layout]), way).train(0, 1, 2, 3)
+    assert_same_bits(shared.weights(), alone.weights())
+    assert_same_bits(shared.moments(), alone.moments())
+    assert float(alone.optimizer.control.clip_factor) < 1
+    counted = int(shared.optimizer.control.orthogonalized)
+    if layout not in ("rows", "rows of rows", "HSDP", "rectangles", "replicated inside"):
+        assert counted == int(alone.optimizer.control.orthogonalized)  # no rank lacks an expert
+
+
+def refuses_gradients_of_some_ranks() -> None:
+    run = Run(placed(*layouts()["rows"])).train(0)
+    twin = copy.deepcopy(run.optimizer)
+    before = snapshot(run.optimizer)
+    run.set_gradients(1, without=(3,) if dist.get_rank() else ())
+    with pytest.raises(RuntimeError, match=r"parameter 3 has a gradient on ranks \[0\] only, of"):
+        run.optimizer.step()
+    assert snapshot(run.optimizer) == before
+    run.train(1)
+    for p, q in zip(run.params, twin.param_groups, strict=True):
+        (q,) = q["params"]
+        q.grad = p.grad
+    twin.step()
+    assert snapshot(twin) == snapshot(run.optimizer)
+
+
+def a_rejected_step_changes_nothing() -> None:
+    for clip in (1.0, None):
+        run = Run(placed(*layouts()["rows"]), max_grad_norm=clip).train(0)
+        before = snapshot(run.optimizer)
+        run.set_gradients(1)
+        if dist.get_rank() == 0:
+            run.optimizer.param_groups[0]["lr"] = "fast"
+        with pytest.raises(
+            (RuntimeError, TypeError), match="rejected the step" if dist.get_rank() else "lr"
+        ):
+            run.optimizer.step()
+        run.optimizer.param_groups[0]["lr"] = 0.1
+        assert snapshot(run.optimizer) == before
+        run.train(1)
+        assert snapshot(run.optimizer) != before
+
+
+def an_overflow_changes_nothing() -> None:
+    run = Run(placed(*layouts()["rows"]), skip_nonfinite=True).train(0)
+    before = snapshot(run.optimizer)
+    run.set_gradients(1)
+    if dist.get_rank() == 0:
+        run.params[2].grad._local_tensor[0, 0] = math.nan
+    run.optimizer.step()
+    assert snapshot(run.optimizer) == before
+    assert float(run.optimizer.control.skipped_steps) == 1
+    assert float(run.optimizer.control.orthogonalized) == 0
+
+
+def changes_between_steps_are_followed() -> None:
+    """Frozen, replaced, added, and with other settings: as in one process."""
+    runs = [Run(), Run(placed(*layouts()["rows"]))]
+    for run in runs:
+        run.train(0)
+        run.params[2].requires_grad_(False)
+        run.params[2].grad = None
+        run.set_gradients(1, without=(2,))
+        run.optimizer.step()
+        run.params[2].requires_grad_(True)
+        run.optimizer.param_groups[3].update(ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5))
+        state = run.optimizer.state[run.params[0]]
+        state["momentum_buffer"] = state["momentum_buffer"].clone()
+        with torch.no_grad():
+            run.params[1].mul_(2.0)
+        run.train(3, 4)
+        generator = torch.Generator().manual_seed(5)
+        run.params.append(nn.Parameter(run.place(torch.randn(12, 5, generator=generator))))
+        run.optimizer.add_param_group({"params": [run.params[-1]]})
+        run.train(5)
+    assert_same_bits(runs[1].weights(), runs[0].weights())
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Records the bytes that this rank sends to others in all-to-alls."""
+    sent: list[int] = []
+    send = dist.all_to_all_single
+
+    def counting(output: Any, source: Any, out: Any, into: list[int], **more: Any) -> Any:
+        sent.append(sum(n for rank, n in enumerate(into) if rank != dist.get_rank()))
+        return send(output, source, out, into, **more)
+
+    with mock.patch.object(dist, "all_to_all_single", counting):
+        yield sent
+
+
+def bytes_are_those_of_the_formula() -> None:
+    """Directions go to owners and back: 8 P / W (W - 1) / W bytes a rank, in fp32."""
+    world = dist.get_world_size()
+    place = placed((world,), [ROWS])
+    params = [nn.Parameter(place(torch.randn(24 * k, 48))) for k in range(1, 25)]
+    optimizer = FusedMuon(params)
+    for p in params:
+        p.grad = place(torch.randn(p.shape))
+    with counted_bytes() as sent:
+        optimizer.step()
+    total = sum(gathered(sum(sent)))
+    elements = sum(p.numel() for p in params)
+    assert total <= 1.02 * 8 * elements * (world - 1) / world
+
+
+def fsdp_trains_like_one_process() -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+    model = copy.deepcopy(alone)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+        layer.set_force_sum_reduction_for_comms(True)
+    batches = [torch.randn(dist.get_world_size(), 6, 12) for _ in range(3)]
+
+    def trained(module: nn.Module, inputs: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        vectors = [p for p in module.parameters() if p.dim() == 1]
+        optimizer = FusedMuon(
+            [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.02,
+            max_grad_norm=0.1,
+        )  # fmt: skip
+        for batch in batches:
+            optimizer.zero_grad()
+            module(inputs(batch)).square().mean().backward()
+            optimizer.step()
+        assert int(optimizer.control.orthogonalized) == 2
+        return [full_tensor(p) for p in module.parameters()]
+
+    expected = trained(alone, lambda batch: batch.flatten(0, 1))
+    actual = trained(model, lambda batch: batch[dist.get_rank()])
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
+
+
+def digests_add_up() -> None:
+    alone = Run().train(0, 1)
+    shared = Run(placed(*layouts()["rows"])).train(0, 1)
+    ours = digest(shared.optimizer)
+    dist.all_reduce(ours)
+    own = [
+        not isinstance(p, DTensor) or any(q.is_shard() for q in p.placements) for p in shared.params
+    ]
+    expected = digest(alone.optimizer)
+    assert all(int(a) == int(b) for a, b, cut in zip(ours, expected, own, strict=True) if cut)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 14, bias=False), nn.Linear(14, 6, bias=False)
+        self.norm = nn.LayerNorm(10)
+
+
+def resumes_on_other_ranks(folder: Path) -> None:
+    """Saved by the world before, under the parameters' names, and loaded here, then saved again."""
+    torch.manual_seed(0)
+    alone = Model()
+    model = fully_shard(copy.deepcopy(alone))
+
+    def optimizer_of(module: nn.Module) -> FusedMuon:
+        named = dict(module.named_parameters())
+        matrices = [(n, named[n]) for n in ("first.weight", "second.weight")]
+        return FusedMuon(
+            [{"params": matrices},
+             {"params": [(n, p) for n, p in named.items() if p.dim() == 1], "algorithm": "adamw"}],
+            lr=0.05,
+        )  # fmt: skip
+
+    def step(module: nn.Module, optimizer: FusedMuon, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for p in module.parameters():
+            gradient = torch.randn(p.shape, generator=generator)
+            sharded = isinstance(p, DTensor)
+            p.grad = shard_of(gradient, p) if sharded else gradient
+        optimizer.step()
+
+    one, ours = optimizer_of(alone), optimizer_of(model)
+    done = len(list(folder.glob("saved*")))
+    for seed in range(2 * done):
+        step(alone, one, seed)
+    if done:
+        saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, ours)}
+        ours.init_state()
+        saved["optimizer"] = get_optimizer_state_dict(model, ours)
+        dcp.load(saved, checkpoint_id=folder / f"saved{done}")
+        model.load_state_dict(saved["model"])
+        set_optimizer_state_dict(model, ours, saved["optimizer"], options=StateDictOptions())
+    for seed in (2 * done, 2 * done + 1):
+        step(alone, one, seed)
+        step(model, ours, seed)
+    assert_same_bits([full_tensor(p) for p in model.parameters()], list(alone.parameters()))
+    dist.barrier()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, ours)}
+    dcp.save(state, checkpoint_id=folder / f"saved{done + 1}")
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        f"{layout}, {way}": partial(has_one_process_bits, layout, way)
+        for layout in layouts()
+        for way in (WAYS if layout in ("rows", "rectangles") else ["fp32"])
+    }
+    for case in (
+        refuses_gradients_of_some_ranks, a_rejected_step_changes_nothing,
+        an_overflow_changes_nothing, changes_between_steps_are_followed,
+        bytes_are_those_of_the_formula, fsdp_trains_like_one_process, digests_add_up,
+    ):  # fmt: skip
+        found[case.__name__] = case
+    found["resumes"] = partial(resumes_on_other_ranks, Path(sys.argv[1]).parent)
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)
