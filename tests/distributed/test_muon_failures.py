@@ -1,4 +1,4 @@
-"""If a rank that shares matrices dies or stops, the other raises in time and says what it stepped."""
+"""If a rank that shares matrices dies or stops, the other raises and says what it stepped."""
 
 from __future__ import annotations
 
