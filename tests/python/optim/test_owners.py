@@ -1,0 +1,87 @@
+"""Owners of shared matrices: the same on every rank, balanced over the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchopt_ext.optim.owners import BYTES, SharedParam, plan_exchanges, unevenness
+from torchopt_ext.state.newton_schulz import JORDAN
+from torchopt_ext.state.pieces import Piece
+
+LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096),
+         (14336, 4096), (14336, 4096), (4096, 14336)] * 32  # fmt: skip
+GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
+
+
+def by_rows(position: int, rows: int, cols: int, ranks: int, part: int = 0) -> SharedParam:
+    """Returns a matrix as FSDP2 cuts it: the last ranks may have no rows."""
+    most = -(-rows // ranks)
+    held = {rank: range(rows)[rank * most : (rank + 1) * most] for rank in range(ranks)}
+    pieces = {
+        rank: Piece(0, its.start * cols, len(its), cols, cols) for rank, its in held.items() if its
+    }
+    settings, block = ((JORDAN,) * 5, 1e-7, None), (0, rows, cols, cols, 1.0)
+    replicas = dict.fromkeys(range(ranks), 0)
+    return SharedParam(
+        position, part, settings, (block,), torch.float32, rows * cols, [pieces], replicas
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "most"),
+    [(LLAMA, 8, 1.01), (LLAMA, 32, 1.01), (LLAMA, 64, 1.07), (LLAMA, 128, 1.07), (GPT2, 4, 1.05)],
+)
+def test_no_rank_has_much_more_work_than_another(
+    shapes: list[tuple[int, int]], ranks: int, most: float
+) -> None:
+    params = [by_rows(n, *shape, ranks) for n, shape in enumerate(shapes)]
+    (exchanges,) = plan_exchanges(params, range(ranks)).values()
+    assert unevenness(exchanges, ranks) <= most
+    assert sorted(param.position for exchange in exchanges for param, _ in exchange) == [
+        *range(len(shapes))
+    ]
+    loads = [0] * ranks
+    for exchange in exchanges:
+        for (_, (matrix,)), (rows, cols) in ((pair, shapes[pair[0].position]) for pair in exchange):
+            short, long = sorted((rows, cols))
+            loads[matrix.owner] += 5 * short * short * (4 * long + 2 * short)
+            assert matrix.owner in matrix.pieces
+    assert max(loads) <= most * sum(loads) / ranks
+    assert len(exchanges) >= 4
+    for exchange in exchanges:
+        held = 4 * sum(param.numel for param, _ in exchange) / ranks
+        assert held <= BYTES or len(exchange) == 1
+
+
+def test_ranks_without_a_part_own_nothing() -> None:
+    params = [by_rows(n, 72, 16, 16) for n in range(40)]  # chunks of 5 rows: 15 ranks
+    (exchanges,) = plan_exchanges(params, range(16)).values()
+    owners = {matrix.owner for exchange in exchanges for _, (matrix,) in exchange}
+    assert owners == set(range(15))
+
+
+def test_one_balance_for_all_parts_of_a_plan() -> None:
+    params = [by_rows(n, 64, 64, 4, part=n % 2) for n in range(8)]
+    by_part = plan_exchanges(params, range(4))
+    owners = [
+        matrix.owner
+        for exchanges in by_part.values() for exchange in exchanges for _, (matrix,) in exchange
+    ]  # fmt: skip
+    assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_replicas_share_the_work() -> None:
+    """The owner's replica sends; every holder gets its piece back."""
+    halves = [Piece(0, 0, 4, 8, 8), Piece(0, 32, 4, 8, 8)]
+    pieces = {rank: halves[rank % 2] for rank in (3, 5, 6, 8)}  # of the default group
+    settings, block = ((JORDAN,) * 5, 1e-7, None), (0, 8, 8, 8, 1.0)
+    params = [
+        SharedParam(n, 0, settings, (block,), torch.float32, 64, [pieces], {3: 0, 5: 0, 6: 1, 8: 1})
+        for n in range(4)
+    ]
+    (exchanges,) = plan_exchanges(params, (3, 5, 6, 8)).values()
+    matrices = [matrix for exchange in exchanges for _, (matrix,) in exchange]
+    assert [matrix.owner for matrix in matrices] == [0, 1, 2, 3]
+    assert [set(matrix.senders) for matrix in matrices] == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+    assert all(set(matrix.pieces) == {0, 1, 2, 3} for matrix in matrices)
