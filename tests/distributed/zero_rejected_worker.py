@@ -41,7 +41,7 @@ from zero_common import (
 from tests.support.compare import assert_same, unchanged
 from tests.support.problems import params_of, set_gradients, train
 from tests.support.ranks import gathered, run_cases
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedMuon
 from torchopt_ext.trainer.zero_container import ZeroOptimizersContainer
 from torchopt_ext.zero import ZeroRedundancyOptimizer, hook_with_zero_step, reduce_scatter_hook
 from torchopt_ext.zero.local_optimizer import LocalOptimizer
@@ -265,6 +265,10 @@ def groups_that_do_not_fit(**options: Any) -> None:
         ({"params": parameters([(3,)]), "bias_correction": "no"}, TypeError, ("bias_correction",)),
     ):
         rejected(zero, partial(zero.add_param_group, group), error, *parts)
+    if options.get("partition") == "balanced":
+        matrix = {"params": parameters([(64, 70)]), "algorithm": "muon"}
+        whole = "param group 2 is of Muon", "whole matrices", "partition='greedy'"
+        rejected(zero, partial(zero.add_param_group, matrix), ValueError, *whole)
 
 
 def tied_later(kind: str, **options: Any) -> None:
@@ -469,6 +473,11 @@ def wrong_local_optimizers() -> None:
     make = partial(FusedAdamW, state_dtype="int8")
     with raises(ValueError, "give state_dtype to ZeroRedundancyOptimizer"):
         ZeroRedundancyOptimizer(layers(4).parameters(), lambda params, **options: make(params))
+    for sharded in (False, True):  # each rank would have half of the rows
+        with raises(ValueError, "is of Muon, which needs whole matrices", "partition='greedy'"):
+            ZeroRedundancyOptimizer(
+                parameters([(64, 70)]), FusedMuon, partition="balanced", sharded_gradients=sharded
+            )
     weights = layers(2).to(BF16)
     zero = zero_over(weights.named_parameters(), master_weights="fp32")
     some = {"0.weight": torch.ones(70, 70)}

@@ -19,6 +19,7 @@ from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm import squares_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.rejection import RejectedSteps, StepProgress, agree, reject_in
+from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.collective import fail_together, waits_at_most
 from torchopt_ext.state.masters import refresh_stale_elements
 from torchopt_ext.state.params import named_params, params_of
@@ -94,6 +95,7 @@ class LocalOptimizer:
                     "8-bit moments depend on whole parameters: give state_dtype to "
                     "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
                 )
+        self._expect_whole_matrices()
         self.sync()
 
     def add_group(self) -> None:
@@ -104,8 +106,22 @@ class LocalOptimizer:
         # A learning rate may have changed since the last step.
         copy_settings(self.params.param_groups[:-1], self.optimizer.param_groups)
         self.optimizer.add_param_group(self._group(-1))
+        self._expect_whole_matrices()
         self.partition.build_buckets()
         self.sync()
+
+    def _expect_whole_matrices(self) -> None:
+        """Raises ValueError if a group of Muon has parts, which may have the shape of matrices."""
+        if self.ranks.size == 1 or not (
+            self.is_fused and isinstance(self.partition, BalancedBuckets)
+        ):
+            return
+        for number, group in enumerate(self.fused.param_groups):
+            if algorithm_of(group).steps_matrices:
+                raise ValueError(
+                    f"param group {number} is of Muon, which needs whole matrices in each process, "
+                    f"and partition='balanced' divides them: expected partition='greedy'"
+                )
 
     def _group(self, number: int) -> dict[str, Any]:
         """Returns a param group for the optimizer: this rank's parts, with parameter names."""
