@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.support.ranks import run_cases
-from torchopt_ext import FusedAdamW
-from torchopt_ext.optim.estimate import SHARDINGS, estimate
+from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
+from torchopt_ext.optim.estimate import SHARDINGS
 from torchopt_ext.state.entries import MASTERS, MOMENTS
 from torchopt_ext.state.quantized import CODES, SCALES
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
@@ -28,6 +28,14 @@ def build(dtype):
     return model
 
 
+def given(model, kind):
+    """Returns what the optimizer gets of a model: named parameters, or groups with all of them."""
+    if kind is FusedAdamW:
+        return model.named_parameters()
+    frozen = [pair for pair in model.named_parameters() if not pair[1].requires_grad]
+    return [*muon_groups(model, quiet=True), {"params": frozen, "algorithm": "adamw"}]
+
+
 def shard(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -40,14 +48,14 @@ def allocated(tensors):
     return sum(sizes.values())
 
 
-def held(sharding, dtype=torch.float32, **options):
+def held(sharding, dtype=torch.float32, kind=FusedAdamW, **options):
     """A rank holds after a step what was estimated."""
     model = build(dtype)
     with torch.device("meta"):
         meta = build(dtype)
     is_cut = sharding in ("balanced", "zero2")
-    ranks = estimate(
-        meta.named_parameters(),
+    ranks = kind.estimate(
+        given(meta, kind),
         sharding=sharding,
         world_size=dist.get_world_size(),
         bucket_elements=BUCKET if is_cut else None,
@@ -57,11 +65,11 @@ def held(sharding, dtype=torch.float32, **options):
         fully_shard(model)
     params, options = list(model.parameters()), {"max_grad_norm": 1.0, **options}
     if sharding in ("ddp", "fsdp"):
-        optimizer = local = FusedAdamW(params, **options)
+        optimizer = local = kind(given(model, kind), **options)
     else:
         cut = {"partition": "balanced", "bucket_elements": BUCKET} if is_cut else {}
         cut["sharded_gradients"] = sharding == "zero2"
-        optimizer = ZeroRedundancyOptimizer(params, FusedAdamW, **cut, **options)
+        optimizer = ZeroRedundancyOptimizer(given(model, kind), kind, **cut, **options)
         local = optimizer.optim
     run, buckets = model, []  # DDP keeps the buckets; the hook leaves no gradient in p.grad
     if sharding in ("ddp", "zero1", "balanced"):
@@ -89,6 +97,14 @@ def held(sharding, dtype=torch.float32, **options):
     # Small tensors' moments begin at multiples of 64 bytes. A cut one becomes up to three.
     assert 0 <= allocated(moments) - estimated.moments <= 64 * 2 * 21
     assert estimated.steps <= 4 * len(states) <= 3 * estimated.steps
+    matrices = [
+        sorted(p.shape)
+        for group in local.param_groups
+        for p in group["params"]
+        if group.get("algorithm") == "muon"
+    ]
+    flops = sum(5 * short * short * (4 * long + 2 * short) for short, long in matrices)
+    assert flops == estimated.newton_schulz_flops
 
 
 def cases():
@@ -105,6 +121,10 @@ def cases():
             if sharding in ("ddp", "zero1", "fsdp"):
                 case = partial(held, sharding, BF16, **eight_bits, **chosen)
                 made[f"{sharding} int8{name}"] = case
+    for sharding in ("ddp", "zero1"):
+        for name, chosen in {"": {}, " int8": eight_bits, " NorMuon": {"beta2": 0.9}}.items():
+            case = partial(held, sharding, BF16, FusedMuon, **chosen)
+            made[f"{sharding} Muon{name}"] = case
     return made
 
 

@@ -89,7 +89,7 @@ def main(args: list[str]) -> int:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
         torch.set_num_threads(options.threads)
-    name, entries = from_options(options)
+    name, entries, _ = from_options(options)
     like = [entry.tensor for entry in entries if entry.tensor.requires_grad]
     if options.plot is not None:
         check_picture(options.plot)

@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext.cli.tensors import DTYPES, Entry, add_dtype, add_source, from_options
+from torchopt_ext.cli.tensors import (
+    DTYPES,
+    Entry,
+    Source,
+    add_dtype,
+    add_source,
+    as_modules,
+    from_options,
+)
 from torchopt_ext.cli.terminal import (
+    WIDTH,
     CommandError,
     Parser,
     Progress,
     figures,
+    flops,
     listed,
     new_panel,
     number,
@@ -28,9 +38,16 @@ from torchopt_ext.cli.terminal import (
     table,
     unit_of,
 )
-from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate, unevenness
+from torchopt_ext.optim.estimate import (
+    SHARDINGS,
+    CutMatricesError,
+    RankBytes,
+    estimate,
+    unevenness,
+)
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
-from torchopt_ext.state.algorithms import NAMES
+from torchopt_ext.optim.muon_groups import muon_groups
+from torchopt_ext.state.algorithms import ALGORITHMS, NAMES
 from torchopt_ext.state.storage import MASTER_WEIGHTS, Storage
 
 HELD = ("weights", "gradients", "masters", "moments")
@@ -53,6 +70,7 @@ def parser() -> Parser:
         --params 8e9 --world-size 8 --dtype bfloat16 --master-weights fp32
         --model examples.model:build --sharding zero2 --bandwidth 200
         model.safetensors.index.json --world-size 64 --plot plan.png
+        --shapes gpt2 --algorithm muon --rest lion
         """,
         MEANING,
         "[FILE]",
@@ -77,7 +95,20 @@ def parser() -> Parser:
         help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
         "for none (embedding)",
     )
-    command.add_argument("--algorithm", choices=NAMES, default="adamw", help="of the step (adamw)")
+    command.add_argument(
+        "--algorithm",
+        choices=NAMES,
+        default="adamw",
+        help="of the step (adamw); muon and normuon step the matrices that muon_groups chooses",
+    )
+    rest = [name for name, of in NAMES.items() if not ALGORITHMS[of].steps_matrices]
+    command.add_argument("--rest", choices=rest, help="algorithm beside Muon (adamw)")
+    command.add_argument(
+        "--not-muon",
+        type=listed,
+        metavar="A,B,C",
+        help="patterns of the names of further parameters that Muon does not step",
+    )
     command.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
     command.add_argument("--momentum", action="store_true", help="include SGD's momentum")
     command.add_argument(
@@ -101,7 +132,8 @@ def main(args: list[str]) -> int:
     if options.world_size > MOST_RANKS:
         raise CommandError(f"--world-size {options.world_size:,}: expected {MOST_RANKS:,} at most")
     with Progress("planning", len(SHARDINGS) + 1) as progress:
-        name, entries = from_options(options)
+        source = from_options(options)
+        name, entries = source.name, source.entries
         params = [entry.tensor for entry in entries]
         if options.master_weights and not any(map(storage_of(options).master_of, params)):
             kind = "16-bit" if options.master_weights == "fp32" else "bfloat16"
@@ -111,32 +143,73 @@ def main(args: list[str]) -> int:
             )
         plans = {}
         try:
+            groups = groups_of(source, options)
             fp32_moments = chosen_fp32(entries, options)
             for sharding in SHARDINGS:
-                plans[sharding] = estimate(
-                    params,
-                    sharding=sharding,
-                    world_size=options.world_size,
-                    grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
-                    master_weights=options.master_weights,
-                    state_dtype=storage_of(options).state_dtype,
-                    fp32_moments=fp32_moments,
-                    algorithm=options.algorithm,
-                    amsgrad=options.amsgrad,
-                    momentum=options.momentum,
-                    norm=not options.no_norm,
-                )
+                try:
+                    plans[sharding] = estimate(
+                        groups,
+                        sharding=sharding,
+                        world_size=options.world_size,
+                        grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
+                        master_weights=options.master_weights,
+                        state_dtype=storage_of(options).state_dtype,
+                        fp32_moments=fp32_moments,
+                        norm=not options.no_norm,
+                    )
+                except CutMatricesError:
+                    if sharding == options.sharding:
+                        raise
                 progress.add(1)
         except (TypeError, ValueError) as error:
             raise CommandError(f"{name}: {error}") from error
         if options.plot is not None:
             draw(name, plans, options.plot)
         if options.json:
-            text = json.dumps(as_json(name, params, plans, options), indent=2)
+            text = json.dumps(as_json(name, groups, plans, options), indent=2)
         else:
-            text = as_text(name, params, plans, options)
+            text = as_text(name, groups, plans, options)
     print(text)
     return 0
+
+
+def groups_of(source: Source, options: Any) -> list[dict[str, Any]]:
+    """Returns param groups with all tensors: one, or for Muon those that muon_groups makes."""
+    asked = {"amsgrad": options.amsgrad, "momentum": 0.9 * options.momentum}
+    chosen = {key: value for key, value in asked.items() if value}
+    if not ALGORITHMS[NAMES[options.algorithm]].steps_matrices:
+        for option in ("rest", "not_muon"):
+            if getattr(options, option) is not None:
+                raise CommandError(f"--{option.replace('_', '-')} needs --algorithm muon")
+        tensors = [entry.tensor for entry in source.entries]
+        names = [entry.name for entry in source.entries]
+        of_all = {"algorithm": options.algorithm, **chosen}
+        return [{"params": tensors, "param_names": names, **of_all}]
+    left = {entry.name: entry.tensor for entry in source.entries}
+    if "" in left or len(left) < len(source.entries):
+        raise CommandError(
+            f"Muon's matrices are chosen by names and modules, which {source.name} does not have: "
+            f"give --model, FILE or --shapes gpt2"
+        )
+    if options.file is not None and options.not_muon is None:
+        raise CommandError(
+            f"{source.name} does not say which of its tensors are embeddings: name them, such as "
+            f'--not-muon embed_tokens (or "" if there are none)'
+        )
+    made = muon_groups(
+        source.model or as_modules(source.entries),
+        adamw=options.not_muon or (),
+        adamw_options={"algorithm": options.rest or "adamw", **chosen},
+        quiet=True,
+    )
+    groups: list[dict[str, Any]] = []
+    for group in made:
+        names = [name for name, _ in group["params"]]
+        group |= {"params": [*map(left.pop, names)], "param_names": names}
+        if group["algorithm"] == "muon":
+            group["algorithm"] = options.algorithm
+        groups.append(group)
+    return [*groups, {"params": [*left.values()], "param_names": [*left]}]  # the frozen ones
 
 
 def storage_of(options: Any) -> Storage:
@@ -170,15 +243,29 @@ def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
     return times
 
 
+def by_algorithm(groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
+    """Returns the trained tensors that each algorithm steps."""
+    stepped: dict[str, list[Tensor]] = {}
+    for group in groups:
+        if trained := [p for p in group["params"] if p.requires_grad]:
+            stepped.setdefault(group["algorithm"], []).extend(trained)
+    return stepped
+
+
 def as_json(
-    name: str, params: list[Tensor], plans: dict[str, list[RankBytes]], options: Any
+    name: str, groups: list[dict[str, Any]], plans: dict[str, list[RankBytes]], options: Any
 ) -> dict[str, Any]:
+    params = [param for group in groups for param in group["params"]]
     trained = [p.numel() for p in params if p.requires_grad]
     return {
         "model": name,
         "tensors": len(params),
         "parameters": sum(p.numel() for p in params),
         "trainable": sum(trained),
+        "algorithms": {
+            algorithm: {"tensors": len(stepped), "elements": sum(p.numel() for p in stepped)}
+            for algorithm, stepped in by_algorithm(groups).items()
+        },
         "world_size": options.world_size,
         "passed_over": storage_of(options).passed_over(params, stochastic_rounding=False),
         "shardings": {
@@ -193,8 +280,9 @@ def as_json(
 
 
 def as_text(
-    name: str, params: list[Tensor], plans: dict[str, list[RankBytes]], options: Any
+    name: str, groups: list[dict[str, Any]], plans: dict[str, list[RankBytes]], options: Any
 ) -> str:
+    params = [param for group in groups for param in group["params"]]
     total, trained = sum(p.numel() for p in params), [p for p in params if p.requires_grad]
     counted = Counter[torch.dtype]()
     for param in params:
@@ -206,6 +294,11 @@ def as_text(
         f"{total:,} parameters in {len(params):,} tensors, {dtypes}"
         + (f"; {frozen:,} frozen" if frozen else ""),
     ]
+    if len(stepped := by_algorithm(groups)) > 1:
+        lines += [
+            f"{algorithm}: {sum(p.numel() for p in its):,} elements in {len(its):,} tensors"
+            for algorithm, its in stepped.items()
+        ]
     passed_over = storage_of(options).passed_over(params, stochastic_rounding=False)
     lines += textwrap.wrap(passed_over or "", 80)
     most = {sharding: fullest(ranks) for sharding, ranks in plans.items()}
@@ -225,11 +318,14 @@ def as_text(
         for sharding, rank in most.items()
     ]
     lines.append(table(header, rows))
+    lines += about_muon(plans)
     if options.world_size == 1:
         return "\n".join(lines)
     lines += ["", "Elements that a rank steps:", ""]
     shares = []
     for title, sharding in (("greedy", "zero1"), ("balanced", "balanced"), ("rows", "fsdp")):
+        if sharding not in plans:
+            continue
         elements = [rank.elements for rank in plans[sharding]]
         uneven = f"{unevenness(elements):+.1%}"
         shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])
@@ -242,6 +338,21 @@ def as_text(
         first, *_, last = [n for n, _ in group] * 2
         rows.append([f"{first}" if first == last else f"{first}-{last}", *row])
     return "\n".join([*lines, table(["rank", *columns], rows)])
+
+
+def about_muon(plans: dict[str, list[RankBytes]]) -> list[str]:
+    """Returns lines about Newton-Schulz's products, and the plans that are left out."""
+    lines = []
+    of_rank = {plan: max(r.newton_schulz_flops for r in ranks) for plan, ranks in plans.items()}
+    if whole := of_rank.pop("ddp"):
+        divided = [f"{flops(most)} with {plan}" for plan, most in of_rank.items() if most < whole]
+        text = f"Newton-Schulz: {flops(whole)} a step"
+        if divided:
+            text += f"; on the rank with most, {', '.join(divided)}"
+        lines += ["", *textwrap.wrap(text, WIDTH)]
+    if cut := [sharding for sharding in SHARDINGS if sharding not in plans]:
+        lines += ["", f"Left out, as Muon needs whole matrices: {', '.join(cut)}"]
+    return lines
 
 
 def cells(rank: RankBytes, scale: float) -> list[str]:

@@ -49,6 +49,14 @@ class Entry(NamedTuple):
     embedding: bool = False
 
 
+class Source(NamedTuple):
+    """A model's name, its tensors, and its modules if a function makes them."""
+
+    name: str
+    entries: list[Entry]
+    model: nn.Module | None = None
+
+
 def add_source(parser: Parser) -> None:
     """Adds the options that select the tensors."""
     source = parser.add_mutually_exclusive_group()
@@ -84,10 +92,12 @@ def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> N
     )
 
 
-def from_options(options: Any) -> tuple[str, list[Entry]]:
-    """Returns the name of the model that :func:`add_source`'s options select, and its tensors."""
+def from_options(options: Any) -> Source:
+    """Returns the model that :func:`add_source`'s options select."""
+    model = None
     if options.model is not None:
-        name, entries = options.model, from_function(options.model)
+        name = options.model
+        model, entries = from_function(name)
     elif options.params is not None:
         name, entries = f"--params {options.params}", [*map(Entry, alike(options.params))]
     elif getattr(options, "file", None) is not None:
@@ -105,7 +115,7 @@ def from_options(options: Any) -> tuple[str, list[Entry]]:
         ]
     if not any(entry.tensor.requires_grad for entry in entries):
         raise CommandError(f"{name} has no trainable parameter")
-    return name, entries
+    return Source(name, entries, model)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
@@ -138,13 +148,24 @@ def gpt2_shapes(
     return [(vocabulary, width), (context, width), *block * layers, (width,), (width,)]
 
 
+def gpt2_names(layers: int = 12) -> list[str]:
+    """Returns the names of the tensors that :func:`gpt2_shapes` describes."""
+    modules = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    hidden = [f"h.{n}.{module}" for n in range(layers) for module in modules]
+    pairs = [f"{module}.{own}" for module in (*hidden, "ln_f") for own in ("weight", "bias")]
+    return ["wte.weight", "wpe.weight", *pairs]
+
+
 def from_text(text: str) -> list[Entry]:
     """Returns parameters of the shapes that the command line names."""
     entries: list[Entry] = []
     for item in text.split(","):
         if item == NAMED:
-            shapes = enumerate(gpt2_shapes())  # the first two are embeddings
-            entries += [Entry(meta(shape), embedding=n < 2) for n, shape in shapes]
+            named = zip(gpt2_names(), gpt2_shapes(), strict=True)
+            entries += [
+                Entry(meta(shape), name, embedding=name in ("wte.weight", "wpe.weight"))
+                for name, shape in named
+            ]
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", item):
             count, *shape = map(int, item.split("x"))
             if count > MOST_TENSORS or count * math.prod(shape) >= MOST_ELEMENTS:
@@ -161,8 +182,8 @@ def from_text(text: str) -> list[Entry]:
 # ---- models --------------------------------------------------------------------------------------
 
 
-def from_function(text: str) -> list[Entry]:
-    """Returns the parameters, each once, of the model that ``module:function`` builds."""
+def from_function(text: str) -> tuple[nn.Module, list[Entry]]:
+    """Returns the model that ``module:function`` builds, and its parameters, each once."""
     where, _, name = text.partition(":")
     if not where or not name:
         raise CommandError(f"--model is {text!r}, expected MODULE:FUNCTION")
@@ -175,13 +196,31 @@ def from_function(text: str) -> list[Entry]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"it returns {type(model).__name__}, expected a torch.nn.Module")
         embeddings = embeddings_of(model.modules())
-        return [
+        return model, [
             Entry(meta(p.shape, p.dtype, p.requires_grad), name, p in embeddings)
             for name, p in model.named_parameters()
         ]
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CommandError(f"--model {text} {fails}: {problem}") from error
+
+
+def as_modules(entries: Iterable[Entry]) -> nn.Module:
+    """Returns a tree of modules that has tensors by these names, and of which embeddings are known.
+
+    The other modules are of no particular class.
+    """
+    modules: dict[tuple[str, ...], nn.Module] = {(): nn.Module()}
+    for tensor, name, embedding in entries:
+        *path, own = name.split(".")
+        for depth, part in enumerate(path, 1):
+            if (at := tuple(path[:depth])) not in modules:
+                is_table = embedding and depth == len(path)
+                modules[at] = nn.Embedding(1, 1, device="meta") if is_table else nn.Module()
+                modules[at[:-1]]._modules[part] = modules[at]
+        held = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+        modules[tuple(path)]._parameters[own] = held
+    return modules[()]
 
 
 # ---- safetensors ---------------------------------------------------------------------------------

@@ -115,6 +115,11 @@ def size(count: float) -> str:
     return f"{count / scale:.0f} B" if scale == 1 else f"{figures(count / scale)} {name}"
 
 
+def flops(count: float) -> str:
+    """Formats a number of floating-point operations: "1.23 GFLOP"."""
+    return size(count).removesuffix("B") + "FLOP"
+
+
 def figures(value: float) -> str:
     """Formats three significant digits, without an exponent and up to three decimals."""
     if value == 0:

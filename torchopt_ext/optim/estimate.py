@@ -3,6 +3,7 @@
 import bisect
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,24 @@ from torch import Tensor, nn
 
 from torchopt_ext import _C, ops
 from torchopt_ext._arguments import expect_counts
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
+from torchopt_ext.optim.embeddings import reject_embeddings
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
-from torchopt_ext.state.algorithms import Algorithm, State, algorithm_of, keys_of, reject_unknown
+from torchopt_ext.state.algorithms import (
+    algorithm_of,
+    check_values,
+    defaults_of,
+    defaults_of_new,
+    keys_of,
+    name_algorithm,
+    reject_unknown,
+    without_codes,
+)
+from torchopt_ext.state.by_row import row_shape
 from torchopt_ext.state.entries import MASTERS
+from torchopt_ext.state.matrices import direction_dtype, fix_settings, newton_schulz_flops
+from torchopt_ext.state.pieces import is_stack
 from torchopt_ext.state.quantized import groups_before
 from torchopt_ext.state.storage import MASTER, MasterWeights, StateDtype, Storage
 
@@ -29,7 +44,7 @@ class ElementBytes:
     """Bytes of one element of a parameter in a step.
 
     Attributes:
-        master, moments: bytes held, without the scales of 8-bit moments.
+        master, moments: bytes held, without the scales of 8-bit moments and states by row.
         moved: bytes moved by pass A, which measures the norm, and by pass B; every array that is
             rewritten counts twice (docs/step.md).
     """
@@ -41,7 +56,7 @@ class ElementBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds and moves, in bytes.
+    """What one rank holds and moves, in bytes, and what it multiplies.
 
     Attributes:
         elements: number of trainable elements that this rank steps.
@@ -53,6 +68,10 @@ class RankBytes:
         moved: memory read and written by the optimizer's step.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
             if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
+        newton_schulz_flops: floating-point operations of Muon's iterations in a step, as torch's
+            products take them: for a matrix of sides s <= l, five iterations take
+            5 s s (4 l + 2 s). float32 matrices on CPUs take fewer (docs/muon.md). Groups with their
+            own ``orthogonalize`` count 0.
     """
 
     elements: int
@@ -63,6 +82,7 @@ class RankBytes:
     steps: int
     moved: int
     sent: int
+    newton_schulz_flops: int
 
     @property
     def held(self) -> int:
@@ -70,19 +90,24 @@ class RankBytes:
         return self.weights + self.gradients + self.masters + self.moments + self.steps
 
 
+class CutMatricesError(ValueError):
+    """Ranks would have parts of matrices, which Muon needs whole."""
+
+
 def element_bytes(
     param: Tensor,
+    group: Mapping[str, Any],
     grad_dtype: torch.dtype | None,
     storage: Storage,
-    algorithm: Algorithm,
-    states: Sequence[State],
     norm: bool,
 ) -> ElementBytes:
-    """Returns the bytes of one element of a parameter; reads no values of the parameter.
+    """Returns the bytes of one element of a parameter of a group; reads no values.
 
-    A direction that is orthogonalized is written once and read once, without what the products
-    move: in float32 on CPUs, in bfloat16 elsewhere.
+    A direction that is orthogonalized is written once and read once, without what the products and
+    NorMuon's normalization move: by default in float32 on CPUs, in bfloat16 on GPUs.
     """
+    algorithm = algorithm_of(group)
+    states = [state for state in algorithm.states_of(group) if not state.by_row]
     weight = param.dtype.itemsize
     gradient = (grad_dtype or param.dtype).itemsize
     kind = storage.master_of(param)
@@ -90,29 +115,43 @@ def element_bytes(
     moments = sum(dtype.itemsize for dtype in storage.entries(param, states).values())
     # With an fp32 master a step writes the parameter but does not read it.
     weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
-    direction = 2 if param.is_cuda else max(weight, 4)
     moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments
-    moved += 2 * direction if algorithm.steps_matrices else 0
+    if algorithm.steps_matrices:
+        moved += 2 * direction_dtype(group, param).itemsize
     return ElementBytes(master, moments, moved)
 
 
-def _named(
-    params: Iterable[Tensor | tuple[str, Tensor] | Mapping[str, Any]],
-) -> Iterator[tuple[str, Tensor]]:
-    for item in params:
-        if isinstance(item, Tensor):
-            yield "", item
-        elif isinstance(item, Mapping):
-            members = item["params"]
-            named = list(_named([members] if isinstance(members, Tensor) else members))
-            names = item.get("param_names") or [name for name, _ in named]
-            yield from zip(names, (param for _, param in named), strict=True)
-        else:
-            yield item
+_Item = Tensor | tuple[str, Tensor]
+
+
+def _completed(
+    params: Iterable[_Item | Mapping[str, Any]], own: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
+    """Yields param groups, as an optimizer with these defaults completes them, and their members.
+
+    A name is "" where none is given.
+    """
+    items: list[Any] = list(params)
+    if not (items and isinstance(items[0], Mapping)):
+        items = [{"params": items}]
+    for item in items:
+        given = dict(item)
+        name_algorithm(given)
+        group = defaults_of_new(own, given) | given
+        fix_settings(group)
+        check_values(group)
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        pairs = [("", each) if isinstance(each, Tensor) else each for each in members]
+        names = group.get("param_names") or [name for name, _ in pairs]
+        named = list(zip(names, (param for _, param in pairs), strict=True))
+        if algorithm_of(group).steps_matrices:
+            reject_embeddings({"params": [param for _, param in named], "param_names": names})
+        yield group, named
 
 
 def estimate(
-    params: Iterable[Tensor | tuple[str, Tensor] | Mapping[str, Any]],
+    params: Iterable[_Item | Mapping[str, Any]],
     *,
     sharding: str = "ddp",
     world_size: int = 1,
@@ -120,30 +159,33 @@ def estimate(
     master_weights: MasterWeights | None = None,
     state_dtype: StateDtype | None = None,
     algorithm: str = "adamw",
-    amsgrad: bool = False,
-    momentum: float = 0.0,
     norm: bool = True,
     bucket_elements: int | None = None,
     fp32_moments: Collection[str | Tensor] = EMBEDDINGS,
+    **defaults: Any,
 ) -> list[RankBytes]:
     """Estimates the bytes that every rank holds and moves with an optimizer of these parameters.
 
+    Groups may have different algorithms, such as those of :func:`torchopt_ext.muon_groups`.
     Activations, communication buffers (DDP's buckets, FSDP's gathered layers, two buckets of a
     sharded backward pass), and memory that does not grow with the model are not counted.
 
     Args:
         params: contiguous parameters in forward order, with or without names, or param groups; only
             shapes, dtypes and ``requires_grad`` are read, so they may be on the meta device.
-        sharding: one of :data:`SHARDINGS`.
+            Functions that make groups leave out frozen parameters, which then do not count.
+        sharding: one of :data:`SHARDINGS`. Muon needs whole matrices: over several ranks, "ddp" or
+            "zero1", and "fsdp" for stacks of matrices.
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype: as FusedAdamW's.
-        algorithm: "adamw", "adam", "lion", "sgd", "muon" or "normuon", whose 4 bytes for each row
-            are not counted.
-        amsgrad, momentum: as the algorithm's.
+        algorithm: "adamw", "adam", "lion", "sgd", "muon" or "normuon", of the groups that name
+            none.
         norm: whether gradients are clipped or checked, which reads them once more.
         bucket_elements: as ZeroRedundancyOptimizer's, for "balanced" and "zero2".
         fp32_moments: as FusedAdamW's; embeddings may be on the meta device if their module exists.
+        defaults: hyperparameters of the algorithm, as the optimizer's: ``amsgrad``, ``momentum``,
+            ``beta2``, ``ns_steps`` and so on.
 
     Returns:
         One entry for each rank.
@@ -151,78 +193,77 @@ def estimate(
     Raises:
         ValueError: an argument is out of range, or a parameter cannot be held this way.
         TypeError: ``params`` is a module; ``fp32_moments`` is no collection of strings and tensors;
-            the algorithm has no ``amsgrad`` or no ``momentum``.
+            an algorithm has no such hyperparameter.
     """
     if sharding not in SHARDINGS:
         raise ValueError(f"Invalid sharding: {sharding!r}, expected one of {', '.join(SHARDINGS)}")
     expect_counts(world_size=world_size)
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
-    asked = {"amsgrad": amsgrad, "momentum": momentum}
-    chosen: dict[str, Any] = {key: value for key, value in asked.items() if value}
-    chosen["algorithm"] = algorithm
-    reject_unknown(chosen, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
-    rule = algorithm_of(chosen)
-    states = rule.states_of(chosen)
-    scale = 4 * sum(state.is_moment for state in states)  # of a group of elements
+    reject_unknown(defaults, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
     storage = Storage(master_weights, state_dtype)
-    if amsgrad and storage.state_dtype == torch.int8:
-        raise ValueError("amsgrad is not supported with 8-bit moments: state_dtype='int8'")
     check_chosen(fp32_moments)
     if isinstance(params, nn.Module):
         kind = type(params).__name__
         raise TypeError(f"params is of type {kind}, expected its parameters or named_parameters()")
-    params = list(params)
-    for item in params:
-        if not isinstance(item, Mapping):
-            continue
-        for key in {of.when for of in rule.states if of.when} & asked.keys():
-            value = asked[key]
-            if bool(item.get(key, value)) != bool(value):
-                raise ValueError(f"a group has {key}={item[key]}, expected {key}={value}")
-        if algorithm_of({**chosen, **item}) is not rule:
-            raise ValueError(f"a group is of {item['algorithm']!r}, expected {algorithm!r}")
-    named = list(_named(params))
-    tensors = [param for _, param in named]
-    for number, (name, param) in enumerate(named):
-        if param.requires_grad and (found := storage.problem(param)):
-            raise ValueError(f"parameter {name or number} {found}")
+    groups = list(_completed(params, defaults_of(algorithm) | defaults))
+    named = [pair for _, members in groups for pair in members]
     if storage.state_dtype == torch.int8:
+        if wide := next(filter(None, (without_codes(group) for group, _ in groups)), None):
+            raise ValueError(f"{wide} is not supported with 8-bit moments: state_dtype='int8'")
         ids = frozenset(map(id, fp32_params(named, fp32_moments)))
         storage = replace(storage, fp32_moments=ids)
-    options = _Options(grad_dtype, storage, bucket_elements)
-    shares = SHARDINGS[sharding](tensors, world_size, options)
-    weights = sum(p.numel() * p.dtype.itemsize for p in tensors)
-    trained = [p for p in tensors if p.requires_grad]
-    gradients = sum(p.numel() * options.width(p) for p in trained)
+    costs: dict[Tensor, _Cost] = {}
+    owned: list[tuple[int, torch.dtype, int]] = []  # by ranks, as optim/owners.py chooses them
+    each = ((group, *pair) for group, members in groups for pair in members)
+    for number, (group, name, param) in enumerate(each):
+        if not param.requires_grad:
+            continue
+        if found := storage.problem(param):
+            raise ValueError(f"parameter {name or number} {found}")
+        costs[param] = _cost(param, name or number, group, grad_dtype, storage, norm)
+        if world_size > 1 and algorithm_of(group).steps_matrices:
+            _reject_cut(param, name or number, group, sharding)
+            if sharding == "fsdp" and not is_stack(group, param):
+                owned.append((costs[param].flops, direction_dtype(group, param), param.numel()))
+                costs[param] = replace(costs[param], flops=0)
+    tensors = [[param for _, param in members] for _, members in groups]
+    shares = SHARDINGS[sharding](tensors, world_size, _Options(costs, bucket_elements))
+    flops = [of for of, _, _ in owned]
+    for of, owner in zip(flops, ops.partition_greedy(flops, world_size), strict=True):
+        shares.flops[owner] += of
+    exchanged = sum(2 * dtype.itemsize * numel for _, dtype, numel in owned) // world_size
+    weights = sum(p.numel() * p.dtype.itemsize for _, p in named)
+    trained = [p for _, p in named if p.requires_grad]
+    gradients = sum(p.numel() * costs[p].gradient for p in trained)
     returned = sum(p.numel() * p.dtype.itemsize for p in trained)
-    kinds = {
-        options.kind(p): element_bytes(p, grad_dtype, storage, rule, states, norm) for p in trained
-    }
     # In units of (world_size - 1) / world_size, the share of the bytes that a ring sends.
     sent = {
         "ddp": 2 * gradients,
         "zero1": 2 * gradients + returned,
         "balanced": gradients + returned,
         "zero2": gradients + returned,
-        "fsdp": gradients + 2 * weights,
+        "fsdp": gradients + 2 * weights + exchanged,
     }[sharding]
 
     weights = weights if sharding in ("ddp", "zero1") else 0
     gradients = gradients if sharding in ("ddp", "zero1", "balanced") else 0
 
     @functools.cache  # most ranks have what another has
-    def rank_bytes(reduced: int, tensors: int, groups: int, *elements: int) -> RankBytes:
-        by_kind = [(kinds[kind], n) for kind, n in zip(shares.elements, elements, strict=True)]
+    def rank_bytes(
+        reduced: int, tensors: int, beside: int, flops: int, *elements: int
+    ) -> RankBytes:
+        by_kind = list(zip(shares.elements, elements, strict=True))
         return RankBytes(
             elements=sum(elements),
             weights=weights + shares.weights,
             gradients=gradients + reduced,
             masters=sum(kind.master * n for kind, n in by_kind),
-            moments=sum(kind.moments * n for kind, n in by_kind) + scale * groups,
+            moments=sum(kind.moments * n for kind, n in by_kind) + beside,
             steps=STEP * tensors,
-            moved=sum(kind.moved * n for kind, n in by_kind) + 2 * scale * groups,
+            moved=sum(kind.moved * n for kind, n in by_kind) + 2 * beside,
             sent=sent * (world_size - 1) // world_size,
+            newton_schulz_flops=flops,
         )
 
     return list(map(rank_bytes, *shares.columns()))
@@ -236,82 +277,143 @@ def unevenness(elements: Sequence[int]) -> float:
 
 # ---- who has what --------------------------------------------------------------------------------
 
-_Kind = tuple[torch.dtype, bool]
-"""A parameter's dtype, and whether its moments have 8 bits."""
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a parameter takes.
+
+    Attributes:
+        element: bytes of an element.
+        gradient: bytes of an element's gradient.
+        scale: bytes of the scales of a group of elements; 0 without 8-bit moments.
+        by_row: bytes of states by row.
+        flops: of its matrices' orthogonalization.
+    """
+
+    element: ElementBytes
+    gradient: int
+    scale: int
+    by_row: int
+    flops: int
+
+    def before(self, param: Tensor, element: int) -> tuple[int, int]:
+        """Returns the bytes held beside the elements before one, and their flops."""
+        scales = self.scale * groups_before(param, element) if self.scale else 0
+        count = max(param.numel(), 1)
+        return scales + self.by_row * element // count, self.flops * element // count
+
+
+def _cost(
+    param: Tensor,
+    what: str | int,
+    group: Mapping[str, Any],
+    grad_dtype: torch.dtype | None,
+    storage: Storage,
+    norm: bool,
+) -> _Cost:
+    algorithm = algorithm_of(group)
+    states = algorithm.states_of(group)
+    moments = sum(state.is_moment for state in states) if storage.quantizes(param) else 0
+    rows = math.prod(row_shape(param.shape, group)) * sum(state.by_row for state in states)
+    flops = 0
+    if algorithm.steps_matrices:
+        whole = torch.empty(param.shape, device="meta") if is_dtensor(param) else param
+        flops = newton_schulz_flops(group, whole, what)
+    return _Cost(
+        element=element_bytes(param, group, grad_dtype, storage, norm),
+        gradient=(grad_dtype or param.dtype).itemsize,
+        scale=4 * moments,
+        by_row=4 * rows,
+        flops=flops,
+    )
+
+
+def _reject_cut(param: Tensor, what: str | int, group: Mapping[str, Any], sharding: str) -> None:
+    """Raises CutMatricesError if a sharding over several ranks cuts matrices that must be whole."""
+    whole = is_stack(group, param) or not group.get("beta2")
+    if sharding in ("ddp", "zero1") or (sharding == "fsdp" and whole):
+        return
+    called = repr(what) if isinstance(what, str) else f"parameter {what}"
+    raise CutMatricesError(
+        f"{called} of shape {tuple(param.shape)} is cut with sharding={sharding!r}: expected 'ddp' "
+        "or 'zero1', or 'fsdp' without beta2 (NorMuon)"
+    )
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The dtype of gradients, the storage of state, and the size of buckets."""
+    """What each trained parameter takes, and the size of buckets."""
 
-    grad_dtype: torch.dtype | None
-    storage: Storage
+    costs: Mapping[Tensor, _Cost]
     bucket_elements: int | None
 
-    def width(self, param: Tensor) -> int:
-        """Returns the bytes of an element of a parameter's gradient."""
-        return (self.grad_dtype or param.dtype).itemsize
 
-    def kind(self, param: Tensor) -> _Kind:
-        return param.dtype, self.storage.quantizes(param)
+_ByGroup = Sequence[Sequence[Tensor]]
 
 
 class _Shares:
     """What ranks hold beside whole replicas, and what they step: lists of a number for each rank.
 
-    ``weights`` and ``gradients`` are bytes, ``groups`` those of elements that share scales.
+    ``weights``, ``gradients`` and ``beside`` are bytes, the last of scales and states by row.
     """
 
     def __init__(self, options: _Options, ranks: int) -> None:
-        self.options, self.weights = options, 0  # all ranks have the same weights
-        self.gradients, self.tensors, self.groups = ([0] * ranks for _ in range(3))
-        self.elements: dict[_Kind, list[int]] = defaultdict(lambda: [0] * ranks)
+        self.costs, self.weights = options.costs, 0  # all ranks have the same weights
+        self.gradients, self.tensors, self.beside, self.flops = ([0] * ranks for _ in range(4))
+        self.elements: dict[ElementBytes, list[int]] = defaultdict(lambda: [0] * ranks)
 
     def columns(self) -> list[list[int]]:
-        return [self.gradients, self.tensors, self.groups, *self.elements.values()]
+        own = [self.gradients, self.tensors, self.beside, self.flops]
+        return [*own, *self.elements.values()]
 
     def add(self, param: Tensor, first_rank: int, ends: Sequence[int], times: int = 1) -> None:
         """Gives ranks from ``first_rank`` on the elements of a parameter from end to end.
 
         ``times`` parameters of the same shape are divided in the same way.
         """
-        kind = self.options.kind(param)
-        groups = [groups_before(param, end) for end in ends] if kind[1] else ends
-        elements = self.elements[kind]
+        cost = self.costs[param]
+        elements = self.elements[cost.element]
         for n in range(len(ends) - 1):
             elements[first_rank + n] += times * (ends[n + 1] - ends[n])
             self.tensors[first_rank + n] += times
-            if kind[1]:
-                self.groups[first_rank + n] += times * (groups[n + 1] - groups[n])
+        if cost.scale or cost.by_row or cost.flops:
+            parts = itertools.pairwise(cost.before(param, end) for end in ends)
+            for rank, (first, last) in enumerate(parts, first_rank):
+                self.beside[rank] += times * (last[0] - first[0])
+                self.flops[rank] += times * (last[1] - first[1])
 
 
-def _replicated(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
-    shares = _greedy(params, 1, options)
+def _replicated(groups: _ByGroup, world_size: int, options: _Options) -> _Shares:
+    shares = _greedy(groups, 1, options)
     for column in shares.columns():
         column *= world_size
     return shares
 
 
-def _greedy(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
-    """Assigns whole tensors (zero/whole.py)."""
-    shares = _Shares(options, world_size)
-    trained = [p for p in params if p.requires_grad]
-    owners = ops.partition_greedy([p.numel() for p in trained], world_size)
-    for param, owner in zip(trained, owners, strict=True):
-        shares.add(param, owner, (0, param.numel()))
+def _greedy(groups: _ByGroup, world_size: int, options: _Options) -> _Shares:
+    """Assigns whole tensors, group by group (zero/whole.py)."""
+    shares, loads = _Shares(options, world_size), [0] * world_size
+    for params in groups:
+        trained = [p for p in params if p.requires_grad]
+        owners = ops.partition_greedy([p.numel() for p in trained], world_size, loads)
+        for param, owner in zip(trained, owners, strict=True):
+            shares.add(param, owner, (0, param.numel()))
+            loads[owner] += param.numel()
     return shares
 
 
-def _in_buckets(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
+def _in_buckets(groups: _ByGroup, world_size: int, options: _Options) -> _Shares:
     """Cuts buckets evenly (zero/balanced.py); a rank keeps its part of the reduced gradients.
 
-    Buckets of equal parameters are cut once: large models have many, each with a cut for each rank.
+    Each group has its own. Buckets of equal parameters are cut once: large models have many, each
+    with a cut for each rank.
     """
-    shares = _Shares(options, world_size)
-    kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
-    for param in params:
-        kinds[param.dtype, param.requires_grad].append(param)
-    for (dtype, trained), alike in kinds.items():
+    shares, costs = _Shares(options, world_size), options.costs
+    kinds: dict[tuple[int, torch.dtype, bool], list[Tensor]] = defaultdict(list)
+    for number, params in enumerate(groups):
+        for param in params:
+            kinds[number, param.dtype, param.requires_grad].append(param)
+    for (_, dtype, trained), alike in kinds.items():
         chosen = _C.default_bucket_elements(world_size) // reals_of(alike[0])
         target = options.bucket_elements or chosen
         buckets: dict[int, list[Tensor]] = defaultdict(list)
@@ -320,7 +422,7 @@ def _in_buckets(params: Sequence[Tensor], world_size: int, options: _Options) ->
             buckets[bucket].append(param)
         same: dict[tuple[Any, ...], list[list[Tensor]]] = defaultdict(list)
         for own in buckets.values():
-            same[tuple((p.shape, options.kind(p)) for p in own)].append(own)
+            same[tuple((p.shape, costs.get(p)) for p in own)].append(own)
         for own, *others in same.values():
             count = 1 + len(others)
             plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53)
@@ -330,7 +432,7 @@ def _in_buckets(params: Sequence[Tensor], world_size: int, options: _Options) ->
             shares.weights += count * (max(cuts[:-1]) + max(sizes)) * dtype.itemsize
             if not trained:
                 continue
-            width = count * options.width(own[0])
+            width = count * costs[own[0]].gradient
             for rank, size in enumerate(sizes):
                 shares.gradients[rank] += width * size
             for param, start in zip(own, plan.starts, strict=True):
@@ -346,22 +448,22 @@ def _row_length(param: Tensor) -> int:
     return param.numel() // param.shape[0] if param.dim() > 1 and param.numel() else 1
 
 
-def _rows(params: Sequence[Tensor], world_size: int, options: _Options) -> _Shares:
+def _rows(groups: _ByGroup, world_size: int, options: _Options) -> _Shares:
     """Divides every tensor's rows, as FSDP2 does; memory is padded to the first rank's part."""
     # First by how much a rank differs from the one before.
     shares = _Shares(options, world_size + 2)
-    for param in params:
+    for param in itertools.chain(*groups):
         length = param.shape[0] if param.dim() else 1
         row = param.numel() // length if length else 0
         most = -(-length // world_size)
         shares.weights += most * row * param.dtype.itemsize
         if param.requires_grad:
-            shares.gradients[0] += most * row * options.width(param)
+            shares.gradients[0] += most * row * options.costs[param].gradient
             full, rest = divmod(length, most) if most else (0, 0)
             shares.add(param, 0, (0, most * row))
             shares.add(param, full, (most * row, rest * row))
             shares.add(param, full + 1, (rest * row, 0))
-    shares.tensors = [sum(p.requires_grad for p in params), *[0] * (world_size + 1)]
+    shares.tensors = [len(options.costs), *[0] * (world_size + 1)]
     for column in shares.columns():
         column[:] = itertools.islice(itertools.accumulate(column), world_size)
     return shares

@@ -22,14 +22,15 @@ from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOption
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import (
-    HYPERS,
-    SHARED,
     algorithm_of,
     check_values,
+    defaults_beside,
     defaults_of,
+    defaults_of_new,
     keys_of,
     name_algorithm,
     reject_unknown,
+    without_codes,
 )
 from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.collective import fail_together_in
@@ -126,13 +127,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
 
     def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
-        if "algorithm" not in group or group["algorithm"] == self.defaults.get("algorithm"):
-            return self.defaults
-        defaults = defaults_of(group["algorithm"])
-        if algorithm_of(group) is algorithm_of(self.defaults):  # adam and adamw, muon and normuon
-            differs = "beta2" if algorithm_of(group).steps_matrices else "decoupled_weight_decay"
-            return self.defaults | {differs: defaults.get(differs, 0.0)}
-        return defaults | {key: self.defaults[key] for key in SHARED if key in self.defaults}
+        return defaults_beside(self.defaults, group)
 
     def _reject_groups_of_another(self, groups: Any) -> None:
         """Raises ValueError if groups are another optimizer's, whose settings they do not hold.
@@ -224,13 +219,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
         Raises:
             TypeError: the group has a hyperparameter that its algorithm lacks.
         """
-        if not isinstance(group, dict):
-            return self.defaults  # torch rejects it
-        defaults = self.defaults_for(group)
-        algorithm = algorithm_of({**defaults, **group}).name
-        foreign = HYPERS.difference(keys_of(algorithm), defaults) & group.keys()
-        reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
-        return defaults
+        # torch rejects what is no group
+        return defaults_of_new(self.defaults, group) if isinstance(group, dict) else self.defaults
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises TypeError or ValueError unless steps can update the last group."""
@@ -244,9 +234,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
                 "groups, which one group cannot have (a wrapper that copies arguments into "
                 "groups, such as torch's ZeroRedundancyOptimizer, cannot pass them)"
             )
-        wide = [of.when for of in algorithm_of(group).states_of(group) if of.excludes_codes]
-        if wide and self._storage.state_dtype == torch.int8:
-            raise ValueError(f"{wide[0]} is not supported with 8-bit moments: state_dtype='int8'")
+        if (wide := without_codes(group)) and self._storage.state_dtype == torch.int8:
+            raise ValueError(f"{wide} is not supported with 8-bit moments: state_dtype='int8'")
         asked = {k: group[k] for k in ("foreach", "fused", "differentiable") if k in group}
         if asked.get("foreach") or asked.get("fused") is False or asked.get("differentiable"):
             raise ValueError(

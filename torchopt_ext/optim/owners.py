@@ -11,7 +11,13 @@ import torch
 
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.local import local_tensor
-from torchopt_ext.state.matrices import SETTINGS, Matrix, blocks_of, coefficients_of
+from torchopt_ext.state.matrices import (
+    SETTINGS,
+    Matrix,
+    blocks_of,
+    coefficients_of,
+    direction_dtype,
+)
 from torchopt_ext.state.pieces import Piece, group_of_mesh, is_cut, pieces_of
 
 BYTES = 16 << 20
@@ -65,9 +71,7 @@ class SharedParam:
         triples = tuple(coefficients_of(values))
         settings = triples, float(values["eps"]), group.get("orthogonalize")
         blocks = tuple(blocks_of(group, param, called))
-        usual = torch.float32 if local_tensor(param).is_cpu else torch.bfloat16
-        dtype = group.get("orthogonalize_dtype") or usual
-        dtype = torch.float64 if param.dtype == torch.float64 else dtype
+        dtype = direction_dtype(group, local_tensor(param))
         pieces = pieces_of(group, param, called)
         return cls(position, part, settings, blocks, dtype, param.numel(), *pieces)
 

@@ -15,7 +15,7 @@ from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import SharedParam, groups_of_cut
-from torchopt_ext.state.algorithms import STATES, algorithm_of
+from torchopt_ext.state.algorithms import STATES, algorithm_of, without_codes
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.local import local_tensor
@@ -285,10 +285,9 @@ def build_plan(
             continue
         stepped.append((position, index, group, name, param, state))
         if storage.state_dtype == torch.int8:
-            wide = [of.when for of in algorithm_of(group).states_of(group) if of.excludes_codes]
-            if wide and storage.quantizes(param):
+            if (wide := without_codes(group)) and storage.quantizes(param):
                 what = _called(name or position)
-                raise ValueError(f"{what} has 8-bit moments, which {wide[0]} does not support")
+                raise ValueError(f"{what} has 8-bit moments, which {wide} does not support")
             _fit_kind(param, state, storage)
         optional = [of for of in algorithm_of(group).states_of(group) if of.when is not None]
         if "step" not in state or any(state.keys().isdisjoint((o.name, o.codes)) for o in optional):

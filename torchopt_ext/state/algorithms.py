@@ -175,6 +175,30 @@ def name_algorithm(group: Any) -> None:
     group["algorithm"] = named.pop()
 
 
+def defaults_beside(own: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the default of each key of a group in an optimizer whose own defaults are given."""
+    if "algorithm" not in group or group["algorithm"] == own.get("algorithm"):
+        return own
+    defaults = defaults_of(group["algorithm"])
+    if algorithm_of(group) is algorithm_of(own):  # adam and adamw, muon and normuon
+        differs = "beta2" if algorithm_of(group).steps_matrices else "decoupled_weight_decay"
+        return own | {differs: defaults.get(differs, 0.0)}
+    return defaults | {key: own[key] for key in SHARED if key in own}
+
+
+def defaults_of_new(own: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what :func:`defaults_beside` does, for a group that someone has written.
+
+    Raises:
+        TypeError: the group has a hyperparameter that its algorithm lacks.
+    """
+    defaults = defaults_beside(own, group)
+    algorithm = algorithm_of({**defaults, **group}).name
+    foreign = HYPERS.difference(keys_of(algorithm), defaults) & group.keys()
+    reject_unknown(foreign, keys_of(algorithm), f"a param group of {algorithm!r}")
+    return defaults
+
+
 def keys_of(name: str) -> list[str]:
     """Returns every key that a group of an algorithm may have for it."""
     return ["algorithm", *algorithm_of({"algorithm": name}).defaults]
@@ -201,6 +225,12 @@ def check_values(group: Mapping[str, Any]) -> None:
     _C.check_hypers(algorithm_of(group).name, numbers)
     if algorithm_of(group).steps_matrices:
         check_settings(group)
+
+
+def without_codes(group: Mapping[str, Any]) -> str | None:
+    """Returns the key that asks for a state beside which moments cannot have 8 bits, or None."""
+    states = algorithm_of(group).states_of(group)
+    return next((state.when for state in states if state.excludes_codes), None)
 
 
 def numbers_of(group: Mapping[str, Any]) -> list[float]:

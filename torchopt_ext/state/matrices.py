@@ -187,6 +187,31 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
     )
 
 
+def direction_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's directions (csrc/plan/orthogonal_update.cpp)."""
+    if param.dtype == torch.float64:
+        return param.dtype
+    usual = torch.bfloat16 if param.is_cuda else torch.float32
+    return group.get("orthogonalize_dtype") or usual
+
+
+def newton_schulz_flops(group: Mapping[str, Any], param: Tensor, what: str | int) -> int:
+    """Returns the floating-point operations by which a step orthogonalizes a parameter's matrices.
+
+    An iteration has the products R = X X^T, R R and (b R + c R R) X, a multiply-add counts two: of
+    sides s <= l these are 2 s s (2 l + s). A group's own ``orthogonalize`` counts nothing.
+
+    Raises:
+        ValueError: as :func:`matrices_of`.
+    """
+    matrices = matrices_of(group, param, what)
+    if group.get("orthogonalize"):
+        return 0
+    sides = (sorted((rows, cols)) for _, rows, cols, _, _ in matrices)
+    iterations = len(coefficients_of(group))
+    return iterations * sum(2 * short * short * (2 * long + short) for short, long in sides)
+
+
 def blocks_of(group: Mapping[str, Any], param: Tensor, called: str) -> list[Matrix]:
     """Returns the blocks of a whole matrix of a parameter that are orthogonalized each for itself.
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torchopt_ext
+from torchopt_ext import muon_groups
 from torchopt_ext.__main__ import COMMANDS, main
 from torchopt_ext.cli import info
 from torchopt_ext.cli.terminal import figures, size
@@ -167,7 +168,7 @@ def test_plan_of_very_many_ranks(run):
         ("--state-dtype int8", {"state_dtype": "int8"}),
         ("--amsgrad", {"amsgrad": True}),
         ("--algorithm lion", {"algorithm": "lion"}),
-        ("--algorithm sgd --momentum", {"algorithm": "sgd", "momentum": True}),
+        ("--algorithm sgd --momentum", {"algorithm": "sgd", "momentum": 0.9}),
         ("--no-norm", {"norm": False}),
     ],
 )
@@ -213,6 +214,97 @@ def test_plan_of_a_model(run, monkeypatch):
         found = json.loads(run(*args, *options))
         (rank,) = estimate(model.named_parameters(), state_dtype="int8", fp32_moments=chosen)
         assert found["shardings"]["ddp"]["ranks"][0]["moments"] == rank.moments
+
+
+GPT2_MATRICES = [(768, 2304), (768, 768), (768, 3072), (768, 3072)] * 12
+
+
+def test_plan_of_muon(run):
+    """GPT-2's hidden matrices go to Muon. Each of the figures is that of the formula."""
+    args = ["plan", "--shapes", "gpt2", "--algorithm", "muon"]
+    flops = sum(5 * s * s * (4 * long + 2 * s) for s, long in GPT2_MATRICES)
+    assert flops == pytest.approx(1.52e12, rel=2e-3)
+    found = json.loads(run(*args, "--json"))
+    elements = sum(s * long for s, long in GPT2_MATRICES)
+    assert found["algorithms"] == {
+        "muon": {"tensors": 48, "elements": elements},
+        "adamw": {"tensors": 100, "elements": 124_439_808 - elements},
+    }
+    assert found["shardings"].keys() == {"ddp", "zero1", "fsdp"}
+    for rank in found["shardings"]["ddp"]["ranks"]:
+        assert rank["newton_schulz_flops"] == flops
+        assert rank["moments"] == 8 * (124_439_808 - elements) + 4 * elements
+    by_plan = {plan: its["ranks"] for plan, its in found["shardings"].items() if plan != "ddp"}
+    sums = {sum(rank["newton_schulz_flops"] for rank in ranks) for ranks in by_plan.values()}
+    assert sums == {flops}
+    most, owned = (max(r["newton_schulz_flops"] for r in by_plan[plan]) / 1e9
+                   for plan in ("zero1", "fsdp"))  # fmt: skip
+    assert owned <= 1.05 * flops / 8e9
+    shown = run(*args)
+    assert f"\nmuon: {elements:,} elements in 48 tensors\nadamw: " in shown
+    assert (
+        f" Newton-Schulz: 1.52 TFLOP a step; on the rank with most, {most:.0f} GFLOP with zero1, "
+        f"{owned:.0f} GFLOP with fsdp  Left out, as Muon needs whole matrices: balanced, zero2 "
+    ) in shown.replace("\n", " ")
+    assert run(*args, "--world-size", "1").endswith("\n\nNewton-Schulz: 1.52 TFLOP a step\n")
+    assert "Newton-Schulz" not in run(*args[:-2])
+
+
+def test_plan_of_muon_beside_another_algorithm(run):
+    args = ["plan", "--shapes", "gpt2", "--algorithm", "normuon", "--world-size", "1", "--json"]
+    elements, rows = sum(s * n for s, n in GPT2_MATRICES), 12 * (3 * 768 + 3072)
+    for options, states in (("--rest lion", 1), ("--rest sgd", 0), ("--rest adam --amsgrad", 3),
+                            ("--rest sgd --momentum", 1)):  # fmt: skip
+        rank = json.loads(run(*args, *options.split()))["shardings"]["ddp"]["ranks"][0]
+        rest = 124_439_808 - elements
+        assert rank["moments"] == 4 * (elements + rows + states * rest)
+
+
+def test_plan_of_muon_for_a_model(run, monkeypatch):
+    """The model's groups are those of muon_groups, and frozen parameters are held beside them."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
+    import examples.model as module
+
+    def build():
+        model = module.build()
+        model.layers["0"].attention.wq.weight.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(module, "frozen_in_part", build, raising=False)
+    args = ["plan", "--model", "examples.model:frozen_in_part", "--json", "--world-size", "3"]
+    args += ["--dtype", "bf16", "--master-weights", "remainder8", "--state-dtype", "int8"]
+    model = build().bfloat16()
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    for options, adamw in (([], ()), (["--not-muon", "wk,w1"], ("wk", "w1"))):
+        found = json.loads(run(*args, "--algorithm", "muon", *options))["shardings"]
+        groups = muon_groups(model, adamw=adamw, quiet=True)
+        for sharding, plan in found.items():
+            ranks = estimate(
+                [*groups, {"params": frozen}], sharding=sharding, world_size=3,
+                master_weights="remainder8", state_dtype="int8",
+            )  # fmt: skip
+            assert plan["ranks"] == [asdict(rank) | {"held": rank.held} for rank in ranks]
+
+
+def test_plan_of_muon_for_a_file(run, fails, tmp_path):
+    """A file's embeddings are not known, its output layer is by its name."""
+    shapes = {
+        "model.embed_tokens.weight": [1000, 64],
+        "model.layers.0.self_attn.q_proj.weight": [64, 64],
+        "model.layers.0.mlp.experts": [4, 64, 96],
+        "model.norm.weight": [64],
+        "lm_head.weight": [1000, 64],
+    }
+    file = safetensors(tmp_path / "a.safetensors", {n: ("BF16", s) for n, s in shapes.items()})
+    args = ["plan", file, "--algorithm", "muon"]
+    assert "name them, such as --not-muon embed_tokens" in fails(*args)
+    found = json.loads(run(*args, "--not-muon", "embed_tokens", "--json"))
+    assert found["algorithms"]["muon"] == {"tensors": 2, "elements": 64 * 64 + 4 * 64 * 96}
+    (flops,) = {rank["newton_schulz_flops"] for rank in found["shardings"]["ddp"]["ranks"]}
+    assert flops == 5 * 64 * 64 * (4 * 64 + 2 * 64) + 4 * 5 * 64 * 64 * (4 * 96 + 2 * 64)
+    found = json.loads(run(*args, "--not-muon", "", "--json"))
+    assert found["algorithms"]["muon"]["tensors"] == 3
 
 
 def safetensors(path, tensors):
@@ -306,9 +398,18 @@ def test_plan_rejects(fails, tmp_path, monkeypatch):
         ("--shapes 2x99999999999999999999", "too large"),
         ("--shapes 2x2 --master-weights fp32", "completes 16-bit parameters"),
         ("--shapes 2x2 --dtype float16 --master-weights remainder", "float16"),
-        ("--shapes gpt2 --state-dtype int8 --fp32-moments wte", "have no names"),
+        ("--shapes 2x64x64 --state-dtype int8 --fp32-moments wte", "have no names"),
         ("--shapes 2x2 --fp32-moments=", "--fp32-moments needs --state-dtype int8"),
         ("--shapes 2x2 --plot gone/x.png", "cannot write"),
+        ("--params 8e9 --algorithm muon", "by names and modules, which --params 8000000000 does"),
+        ("--shapes gpt2,2x64x64 --algorithm normuon", "by names and modules, which gpt2,2x64x64"),
+        ("--shapes gpt2,gpt2 --algorithm muon", "by names and modules, which gpt2,gpt2"),
+        ("--shapes gpt2 --algorithm muon --sharding zero2", "is cut with sharding='zero2': exp"),
+        ("--shapes gpt2 --algorithm muon --not-muon h.12", "no parameter has a name with"),
+        ("--shapes gpt2 --algorithm muon --rest lion --amsgrad", "has no argument 'amsgrad'"),
+        ("--shapes gpt2 --algorithm muon --rest normuon", "invalid choice: 'normuon'"),
+        ("--shapes gpt2 --rest lion", "--rest needs --algorithm muon"),
+        ("--shapes gpt2 --not-muon wte", "--not-muon needs --algorithm muon"),
     ):
         assert problem in fails("plan", *text.split())
 
