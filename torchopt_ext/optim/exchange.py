@@ -42,6 +42,7 @@ class Exchangers:
         devices: Sequence[torch.device],
     ) -> None:
         self.present: Collection[int] = ()
+        self.groups = groups
         self._parts: dict[int, Exchanger] = {}
         for group in dict.fromkeys(groups[param.position] for param in params):
             own = [param for param in params if groups[param.position] is group]

@@ -263,7 +263,7 @@ def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: StepOptions
-) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers, dict[int, Any]]:
+) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
@@ -271,7 +271,7 @@ def build_plan(
 
     Returns:
         The plan, device and norm key of each of its parts, each parameter with its name or number,
-        and the plan's exchanges with the process groups of their parameters, by position.
+        and the plan's exchanges.
 
     Raises:
         ValueError: a state entry is missing or does not fit its parameter.
@@ -344,4 +344,4 @@ def build_plan(
         **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
-    return plan, list(parts), named, exchangers, groups
+    return plan, list(parts), named, exchangers

@@ -1,7 +1,7 @@
 """The plan of a fused optimizer's steps, and the parts of such a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class _Built(NamedTuple):
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
     exchangers: Exchangers
-    groups: Mapping[int, Any]  # of parameters whose matrices are cut over ranks, by position
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -185,7 +184,7 @@ class PlannedStep(Controlled, Optimizer):
         if with_norm:
             self._expect_all_shards(built)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
-        shared = (with_norm and reduced) or built.groups
+        shared = (with_norm and reduced) or built.exchangers.groups
         if device is None or shared or context.progress is not None:
             return False
         self._begin_step(context)
@@ -227,13 +226,13 @@ class PlannedStep(Controlled, Optimizer):
 
     @property
     def exchanges(self) -> bool:
-        return bool(groups_of_cut(self) if self._built is None else self._built.groups)
+        return bool(groups_of_cut(self) if self._built is None else self._built.exchangers.groups)
 
     def agree_on_gradients(self) -> None:
         """Raises RuntimeError on all ranks if some have gradients that others have not."""
         assert self._built is not None, "collect() comes first"
-        exchangers, groups = self._built.exchangers, self._built.groups
-        exchangers.present = positions_with_gradient(self, groups)
+        exchangers = self._built.exchangers
+        exchangers.present = positions_with_gradient(self, exchangers.groups)
 
     def update(self) -> None:
         """Runs pass B, after :meth:`decide`."""
@@ -254,11 +253,11 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, parts, named, *shared = param_states.build_plan(self, self._storage, self._options)
+        plan, parts, named, shared = param_states.build_plan(self, self._storage, self._options)
         self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
-        self._built = _Built(plan, parts, names, device, next(flattened, None), *shared)
+        self._built = _Built(plan, parts, names, device, next(flattened, None), shared)
         return self._built
