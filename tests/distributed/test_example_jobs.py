@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOBS = sorted(path for path in EXAMPLES.glob("*.toml") if path.name != "demo.toml")
 STEPS = 3
 FAST = ("debug",)
+MUON = ("--optimizer.name", "Muon")
 
 
 def ranks_of(job: Path) -> int:
@@ -69,6 +70,31 @@ def test_jobs_train_alike(
     run = losses(start_ranks, job, ranks_of(job), tmp_path)
     tolerance = 1e-3 if "bfloat16" in job.read_text() else 1e-5
     assert run == pytest.approx(one_process, rel=tolerance)
+    assert run[-1] < run[0]
+
+
+@pytest.fixture(scope="module")
+def muon_in_one_process(
+    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
+    folder, job = tmp_path_factory.mktemp("muon"), EXAMPLES / "debug.toml"
+    return losses(start_ranks, job, 1, folder, "--training.batch_size", "16", *MUON)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow])
+        for name in ("ddp", "zero", "fsdp", "hsdp", "tp", "fsdp_tp", "pp", "fsdp_pp")
+    ],
+)
+def test_muon_trains_alike(
+    start_ranks: Callable[..., None], muon_in_one_process: list[float], name: str, tmp_path: Path
+) -> None:
+    job = EXAMPLES / f"{name}.toml"
+    whole = ("--parallelism.zero", "greedy") if name == "zero" else ()
+    run = losses(start_ranks, job, ranks_of(job), tmp_path, *MUON, *whole)
+    assert run == pytest.approx(muon_in_one_process, rel=1e-4)
     assert run[-1] < run[0]
 
 

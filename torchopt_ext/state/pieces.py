@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ def is_stack(group: Mapping[str, Any], param: Tensor) -> bool:
 def is_cut(group: Mapping[str, Any], param: Any) -> bool:
     """Returns whether ranks hold parts of a parameter's matrices."""
     return is_dtensor(param) and any(
-        size > 1 and placement.is_shard() and not (is_stack(group, param) and placement.dim == 0)
+        size > 1 and _cuts(placement) and not (is_stack(group, param) and placement.dim == 0)
         for size, placement in zip(param.device_mesh.shape, param.placements, strict=True)
     )
 
@@ -87,13 +87,16 @@ def pieces_of(
     replicas = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
         rank, replica = int(mesh.mesh[coordinate]), 0
-        held = [range(size) for size in shape]
+        indices = [[*range(size)] for size in shape]
         for ranks, index, placement in zip(mesh.shape, coordinate, param.placements, strict=True):
-            if placement.is_shard():
-                held[placement.dim] = _part(held[placement.dim], placement, ranks, index, called)
+            if _cuts(placement):
+                indices[placement.dim] = _part(indices[placement.dim], placement, ranks, index)
             else:
                 replica = replica * ranks + index
         replicas[rank] = replica
+        held = [range(own[0], own[-1] + 1) if own else range(0) for own in indices]
+        if [*map(len, held)] != [*map(len, indices)]:
+            raise ValueError(f"{called} is {param.placements}: rows or columns are interleaved")
         which, its_rows, its_cols = held[:3] if stack else (range(1), *held[:2])
         if not stack and [*map(len, held[2:])] != [*shape[2:]]:
             raise ValueError(f"{called} of shape {shape} is {param.placements}: kernels are cut")
@@ -105,12 +108,14 @@ def pieces_of(
     return pieces, replicas
 
 
-def _part(held: range, placement: Any, ranks: int, index: int, called: str) -> range:
-    """Returns those of consecutive indices that a placement gives to a rank."""
-    indices = torch.tensor(held).view([1] * placement.dim + [-1])
-    chunks, _ = placement._split_tensor(indices, ranks, with_padding=False)
-    chosen: Sequence[int] = chunks[index].flatten().tolist()
-    part = range(chosen[0], chosen[-1] + 1) if chosen else range(0)
-    if [*part] != chosen:
-        raise ValueError(f"{called}: {placement} gives a rank indices that are not consecutive")
+def _cuts(placement: Any) -> bool:
+    """Returns whether a placement is Shard or _StridedShard, whose is_shard() is False."""
+    return hasattr(placement, "dim")
+
+
+def _part(indices: list[int], placement: Any, ranks: int, rank: int) -> list[int]:
+    """Returns those of a dimension's indices that a placement leaves to a rank."""
+    along = torch.tensor(indices).view([1] * placement.dim + [-1])
+    chunks, _ = placement._split_tensor(along, ranks, with_padding=False)
+    part: list[int] = chunks[rank].flatten().tolist()
     return part
