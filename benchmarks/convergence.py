@@ -1,6 +1,7 @@
 """Trains small models with every way to keep weights and moments, and with fp32. See README.md.
 
 python benchmarks/convergence.py --out out/convergence
+python benchmarks/convergence.py --muon --out out/convergence-muon
 
 Results of runs are kept in OUT/runs. The next call makes the missing runs.
 """
@@ -27,11 +28,12 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import torchopt_ext
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
 from torchopt_ext.cli.timing import environment
 
 MAX_NORM = 1.0
-COMMON = {"betas": (0.9, 0.999), "weight_decay": 0.1}
+COMMON: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.1}
+MUON: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 TASKS = {"transformer": text, "perceptron": teacher}
 RATES = {"transformer": 3e-3, "perceptron": 1e-3}  # the peak learning rates
 POINTS = 20  # how often a run computes the held-out loss
@@ -41,26 +43,34 @@ Curve = list[tuple[int, float]]
 @dataclass(frozen=True)
 class Setting:
     name: str
-    arguments: dict[str, Any] | None = field(default_factory=dict)  # FusedAdamW's; None: torch's
+    arguments: dict[str, Any] | None = field(default_factory=dict)  # ours; None: torch's classes
     bf16: bool = False
     recommended: bool = True  # by docs/step.md
+    muon: bool = False  # for hidden matrices, with AdamW for the rest
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.arguments is None:
-            return torch.optim.AdamW(model.parameters(), **COMMON)
-        return FusedAdamW(
-            model.named_parameters(), max_grad_norm=MAX_NORM, **COMMON, **self.arguments
-        )
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        common: dict[str, Any] = {"max_grad_norm": MAX_NORM, **(self.arguments or {})}
+        if not self.muon and self.arguments is None:
+            return [torch.optim.AdamW(model.parameters(), **COMMON)]
+        if not self.muon:
+            return [FusedAdamW(model.named_parameters(), **COMMON, **common)]
+        groups = muon_groups(model, quiet=True, adamw_options=COMMON)
+        if self.arguments is not None:
+            return [FusedMuon(groups, **MUON, **common)]
+        members: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        for group in groups:
+            members[group["algorithm"]] += group["params"]
+        return [torch.optim.Muon(members["muon"], **MUON),
+                torch.optim.AdamW(members["adamw"], **COMMON)]  # fmt: skip
 
 
-def bf16(name: str, recommended: bool = True, **arguments: Any) -> Setting:
-    return Setting(f"bf16, {name}", arguments, True, recommended)
+def bf16(name: str, recommended: bool = True, muon: bool = False, **arguments: Any) -> Setting:
+    return Setting(f"bf16, {name}", arguments, True, recommended, muon)
 
 
 INT8: dict[str, Any] = {"state_dtype": "int8", "fp32_moments": ()}  # also for the embedding
-BASE = Setting("fp32, torch.optim.AdamW", None)
 SETTINGS = [
-    BASE,
+    Setting("fp32, torch.optim.AdamW", None),
     Setting("fp32"),
     Setting("fp32, int8 moments", INT8),
     bf16("fp32 masters", master_weights="fp32"),
@@ -76,6 +86,13 @@ SETTINGS = [
     bf16("bf16 moments, stochastic", stochastic_rounding=True),
     bf16("bf16 moments, nearest", recommended=False),
 ]
+MUON_SETTINGS = [
+    Setting("fp32, torch.optim.Muon and AdamW", None, muon=True),
+    Setting("fp32", muon=True),
+    Setting("fp32, products of bf16", {"orthogonalize_dtype": torch.bfloat16}, muon=True),
+    Setting("fp32, NorMuon", {"beta2": 0.95}, muon=True),
+    bf16("remainder8, int8 momentum", muon=True, master_weights="remainder8", **INT8),
+]
 
 
 def rate(task: Task, step: int, steps: int) -> float:
@@ -89,17 +106,19 @@ def train(task: Task, setting: Setting, seed: int, steps: int) -> Curve:
     if setting.bf16:  # leaves out tables of rotary positions, which are buffers
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    optimizer = setting.optimizer(model)
+    optimizers = setting.optimizers(model)
     batches = task.batches(seed)
     curve = []
     for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(task, step, steps)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(task, step, steps)
+            optimizer.zero_grad()
         loss_of(model, next(batches)).backward()
         if setting.arguments is None:
             clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if step % max(1, steps // POINTS) == 0 or step == steps:
             curve.append((step, held_out_loss(model, task)))
     return curve
@@ -155,12 +174,12 @@ def complete(runs: Sequence[Run], jobs: int) -> None:
 def compare(
     task: str, settings: Sequence[Setting], curves: dict[str, list[Curve]]
 ) -> list[dict[str, Any]]:
-    """Returns a row per setting: final losses by seed, and their differences from the base's.
+    """Returns a row per setting: final losses by seed, and their differences from the first's.
 
-    A setting passes if its mean is above the base's by at most the spread of the base's losses.
+    A setting passes if its mean is above the first's by at most the spread of the first's losses.
     """
     final = {s.name: [curve[-1][1] for curve in curves[s.name]] for s in settings}
-    base = final[BASE.name]
+    base = final[settings[0].name]
     spread = max(base) - min(base)
     rows = []
     for setting in settings:
@@ -184,13 +203,13 @@ def compare(
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| | weights and moments | validation loss | more than fp32's | over its spread | |",
+        "| | weights and moments | validation loss | more than torch's | over its spread | |",
         "|---|---|---|---|---|---|",
     ]
     for previous, row in zip([None, *rows], rows, strict=False):
         task = row["task"] if previous is None or previous["task"] != row["task"] else ""
         cells = [task, row["setting"], f"{row['mean']:.4f}", "", "", ""]
-        if row["setting"] == BASE.name:
+        if task:
             cells[4] = f"spread {row['spread']:.4f}"
         else:
             cells[3] = f"{row['mean_difference']:+.4f}"
@@ -204,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/convergence"))
     parser.add_argument("--only", default="", help='settings whose name has it, such as "int8"')
+    parser.add_argument("--muon", action="store_true", help="Muon and AdamW, instead of AdamW")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
@@ -211,7 +231,8 @@ def main() -> None:
 
     folder = args.out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = [setting for setting in SETTINGS if args.only in setting.name or setting is BASE]
+    base, *others = MUON_SETTINGS if args.muon else SETTINGS
+    settings = [base, *(setting for setting in others if args.only in setting.name)]
     seeds = range(1, 1 + args.seeds)
     # One seed after the other, so that a stopped call has results of every setting.
     runs = [Run(folder, t, s, seed, args.steps) for seed in seeds for t in TASKS for s in settings]

@@ -1,4 +1,4 @@
-"""Draws the results of convergence.py: loss curves, and final losses relative to fp32 AdamW."""
+"""Draws the results of convergence.py: loss curves, and final losses relative to torch's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def differences(axis: Axes, rows: list[Row]) -> None:
     axis.set_xscale("symlog", linthresh=1)
     axis.set_xticks([-1, 0, 1, 10, 100], ["-1", "0", "1", "10", "100"])
     axis.set_xlim(-2, 100)
-    axis.set_xlabel("last loss above AdamW's of the same seed, over its spread")
+    axis.set_xlabel("last loss above the black curve's of the same seed, over its spread")
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from torchopt_ext.optim.estimate import estimate
@@ -23,12 +24,9 @@ class FusedMuon(FusedOptimizer):
 
     Tensors of three dimensions are batches of matrices. Groups may also have ``flatten`` (True: a
     convolution is a matrix of its first dimension by the others), ``num_heads`` (a matrix is that
-    many blocks of rows, or with ``head_dim=1`` of columns), ``split_sizes`` (a matrix is blocks of
-    these rows, as fused projections are), ``orthogonalize_dtype`` (of the products: by default
-    float32 on CPUs and bfloat16 on other devices), and ``orthogonalize`` (a function that takes the
-    directions of matrices of one shape, [batch, rows, columns], and returns what replaces them,
-    instead of the iterations; an error in it leaves a part of the parameters stepped).
-    :func:`torchopt_ext.muon_groups` makes groups.
+    many blocks of rows, or with ``head_dim=1`` of columns) and ``split_sizes`` (a matrix is blocks
+    of these rows, as fused projections are). :func:`torchopt_ext.muon_groups` makes groups. Ranks
+    that share a DTensor's matrices exchange directions (docs/muon.md).
 
     Args:
         params: as in :class:`FusedOptimizer`; parameters of Muon are matrices.
@@ -41,6 +39,10 @@ class FusedMuon(FusedOptimizer):
             divided by the root of a moving average of their mean squares, which is kept as
             ``second_momentum_buffer``, and the matrix gets its norm back, as in dion. A group of
             ``algorithm="normuon"`` has 0.95.
+        orthogonalize_dtype: of the products; by default float32 on CPUs, bfloat16 elsewhere.
+        orthogonalize: a function that takes the directions of matrices of one shape, [batch, rows,
+            columns], and returns what replaces them, instead of the iterations. An error in it
+            leaves some of the parameters stepped.
         adjust_lr_fn: "original" (None), "match_rms_adamw", "spectral_unclamped", or a function that
             takes rows and columns and returns a factor.
         **options, and errors: as in :class:`FusedOptimizer`.
@@ -63,15 +65,18 @@ class FusedMuon(FusedOptimizer):
         *,
         maximize: bool = False,
         beta2: float = 0.0,
+        orthogonalize_dtype: torch.dtype | None = None,
+        orthogonalize: Callable[[Tensor], Tensor] | None = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
-        if maximize:
-            defaults["maximize"] = True
-        if beta2:
-            defaults["beta2"] = beta2
+        more = {
+            "maximize": maximize, "beta2": beta2, "orthogonalize_dtype": orthogonalize_dtype,
+            "orthogonalize": orthogonalize,
+        }  # fmt: skip
+        defaults |= {key: value for key, value in more.items() if value}  # torch's groups lack them
         self._build(params, {"algorithm": "muon", **defaults}, options)
