@@ -66,6 +66,7 @@ bench: $(VENV)/.installed ## Time the step beside torch's
 
 bench-muon: $(VENV)/.installed ## Time Muon with AdamW beside torch's two optimizers
 	$(PY) benchmarks/muon.py --out out/bench-muon
+	$(PY) benchmarks/muon_ranks.py --out out/bench-muon-ranks
 
 bench-convergence: $(VENV)/.installed ## Train small models with every way to keep the state; resumes
 	$(PY) benchmarks/convergence.py --out out/convergence
