@@ -114,3 +114,14 @@ def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
     assert not again["perceptron", "fp32"]["within_spread"]
     others = found.keys() - {("perceptron", "fp32")}
     assert {key: again[key] for key in others} == {key: found[key] for key in others}
+
+
+@pytest.mark.slow
+@pytest.mark.newest_torch
+@pytest.mark.parametrize("name", ["muon", "muon_ranks"])
+def test_muon_runs(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / f"{name.replace('_', '-')}.txt").read_text()
+    assert "FusedMuon" in text and "torch" in text
