@@ -7,7 +7,7 @@
 
 namespace torchopt_ext {
 
-// Matrices of one tensor, one after another in its memory.
+// The averages of rows, one after another, and how much of them a step keeps.
 struct RowMoments {
   float* second_momentum;  // [batch * rows]
   double beta2;

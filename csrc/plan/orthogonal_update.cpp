@@ -39,74 +39,7 @@ DType dtype_named(at::ScalarType dtype) {
                                   : DType::kFloat32;
 }
 
-bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
-                        at::ScalarType dtype) {
-  return !newton_schulz.instead && device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
-}
-
-std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
-  std::vector<cpu::Matrix> all;
-  all.reserve(matrices.size());
-  for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
-    all.push_back({memory + first, rows, cols, stride});
-  }
-  return all;
-}
-
-// By this library's products, in float32.
-void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
-                          const at::Tensor& buffer, const at::Tensor& workspace) {
-  const at::Tensor directions = buffer.to(at::kFloat);
-  cpu::orthogonalize(newton_schulz, in_memory(matrices, directions.data_ptr<float>()),
-                     workspace.data_ptr<float>());
-  if (!directions.is_same(buffer)) {
-    buffer.copy_(directions);
-  }
-}
-
-// By torch's products or the group's function, matrices of one shape at equal distances in one
-// batch.
-void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
-                           const at::Tensor& buffer) {
-  for (size_t i = 0; i < matrices.size();) {
-    const auto& [first, rows, cols, stride, lr_scale] = matrices[i];
-    int64_t distance = rows * stride;
-    int64_t size = 1;
-    for (; i + size < matrices.size(); ++size) {
-      const Matrix& next = matrices[i + size];
-      distance = size == 1 ? next.first - first : distance;
-      if (next.rows != rows || next.cols != cols || next.stride != stride ||
-          next.first != first + size * distance) {
-        break;
-      }
-    }
-    const at::Tensor batch = buffer.as_strided({size, rows, cols}, {distance, stride, 1}, first);
-    batch.copy_(orthogonalized(newton_schulz, batch));
-    i += static_cast<size_t>(size);
-  }
-}
-
-void orthogonalize_in(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,
-                      const at::Tensor& buffer, const at::Tensor& workspace) {
-  std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
-  if (is_multiplied_here(newton_schulz, buffer.device(), buffer.scalar_type())) {
-    orthogonalize_on_cpu(newton_schulz, matrices, buffer, workspace);
-  } else {
-    orthogonalize_batches(newton_schulz, matrices, buffer);
-  }
-}
-
 }  // namespace
-
-void orthogonalize(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
-                   const at::Tensor& buffer) {
-  int64_t floats = 0;
-  if (is_multiplied_here(newton_schulz, buffer.device(), buffer.scalar_type())) {
-    floats = cpu::orthogonalize_workspace(newton_schulz, in_memory(matrices, nullptr));
-  }
-  orthogonalize_in(newton_schulz, matrices, buffer,
-                   at::empty({floats}, buffer.options().dtype(at::kFloat)));
-}
 
 OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
                                    const std::vector<const Orthogonalization*>& how,
@@ -288,12 +221,13 @@ void OrthogonalUpdate::prepare() {
     place(bucket, buffer_of(bucket));
     passes.prepare(bucket.average.work, device_);
     passes.prepare(bucket.apply.work, device_);
-    if (b < first_exchange_ && is_multiplied_here(*bucket.newton_schulz, device_, bucket.dtype)) {
-      std::vector<cpu::Matrix> all;
+    if (b < first_exchange_) {
+      std::vector<Matrix> all;
       for (const std::vector<Matrix>& matrices : bucket.matrices) {
-        std::ranges::copy(in_memory(matrices, nullptr), std::back_inserter(all));
+        all.insert(all.end(), matrices.begin(), matrices.end());
       }
-      floats = std::max(floats, cpu::orthogonalize_workspace(*bucket.newton_schulz, all));
+      floats = std::max(floats,
+                        orthogonalize_workspace(*bucket.newton_schulz, all, device_, bucket.dtype));
     }
   }
   workspace_ = at::empty({floats}, at::TensorOptions().device(device_).dtype(at::kFloat));
@@ -306,7 +240,7 @@ int64_t OrthogonalUpdate::orthogonalize(const Bucket& bucket, const at::Tensor& 
       matrices.insert(matrices.end(), bucket.matrices[k].begin(), bucket.matrices[k].end());
     }
   }
-  orthogonalize_in(*bucket.newton_schulz, matrices, buffer, workspace_);
+  orthogonalize_matrices(*bucket.newton_schulz, matrices, buffer, workspace_);
   return static_cast<int64_t>(matrices.size());
 }
 

@@ -9,19 +9,10 @@
 #include <optional>
 #include <vector>
 
-#include "work/orthogonalize.h"
+#include "plan/matrices.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
-
-// A matrix in a tensor: element (i, j) is number first + i * stride + j in storage order.
-struct Matrix {
-  int64_t first;
-  int64_t rows;
-  int64_t cols;
-  int64_t stride;
-  double lr_scale;  // multiplies the learning rate, not the weight decay
-};
 
 // How the direction of a tensor is orthogonalized.
 struct Orthogonalization {
@@ -46,10 +37,6 @@ struct ExchangeStages {
 };
 // Orthogonalizes the directions of all exchanges with other ranks; returns the number of matrices.
 using Exchange = std::function<int64_t(const ExchangeStages&)>;
-
-// Orthogonalizes matrices that lie in a buffer.
-void orthogonalize(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
-                   const at::Tensor& buffer);
 
 class OrthogonalUpdate {
  public:

@@ -183,7 +183,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         for (const auto& [first, rows, cols, stride, lr_scale] : fields) {
           matrices.push_back({first, rows, cols, stride, lr_scale});
         }
-        orthogonalize({coefficients, eps, instead}, matrices, buffer);
+        orthogonalize_matrices({coefficients, eps, instead}, matrices, buffer);
       },
       py::arg("buffer"), py::arg("matrices"), py::arg("coefficients"), py::arg("eps"),
       py::arg("instead"), py::call_guard<py::gil_scoped_release>());

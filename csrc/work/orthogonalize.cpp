@@ -31,7 +31,8 @@ at::Tensor normalized(const at::Tensor& x, double eps) {
 NewtonSchulz newton_schulz_of(at::ArrayRef<double> coefficients, double eps) {
   TORCH_CHECK_VALUE(coefficients.size() % 3 == 0, "got ", coefficients.size(),
                     " coefficients, expected three for each step");
-  NewtonSchulz ns{.eps = eps};
+  NewtonSchulz ns;
+  ns.eps = eps;
   for (size_t i = 0; i < coefficients.size(); i += 3) {
     ns.coefficients.push_back({coefficients[i], coefficients[i + 1], coefficients[i + 2]});
   }

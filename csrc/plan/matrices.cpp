@@ -1,0 +1,80 @@
+#include "plan/matrices.h"
+
+#include <ATen/ops/empty.h>
+
+namespace torchopt_ext {
+namespace {
+
+bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
+                        at::ScalarType dtype) {
+  return !newton_schulz.instead && device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+}
+
+std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
+  std::vector<cpu::Matrix> all;
+  all.reserve(matrices.size());
+  for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
+    all.push_back({memory + first, rows, cols, stride});
+  }
+  return all;
+}
+
+// By this library's products, in float32.
+void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
+                          const at::Tensor& buffer, const at::Tensor& workspace) {
+  const at::Tensor directions = buffer.to(at::kFloat);
+  cpu::orthogonalize(newton_schulz, in_memory(matrices, directions.data_ptr<float>()),
+                     workspace.data_ptr<float>());
+  if (!directions.is_same(buffer)) {
+    buffer.copy_(directions);
+  }
+}
+
+// By torch's products or the group's function, matrices of one shape at equal distances in one
+// batch.
+void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
+                           const at::Tensor& buffer) {
+  for (size_t i = 0; i < matrices.size();) {
+    const auto& [first, rows, cols, stride, lr_scale] = matrices[i];
+    int64_t distance = rows * stride;
+    int64_t size = 1;
+    for (; i + size < matrices.size(); ++size) {
+      const Matrix& next = matrices[i + size];
+      distance = size == 1 ? next.first - first : distance;
+      if (next.rows != rows || next.cols != cols || next.stride != stride ||
+          next.first != first + size * distance) {
+        break;
+      }
+    }
+    const at::Tensor batch = buffer.as_strided({size, rows, cols}, {distance, stride, 1}, first);
+    batch.copy_(orthogonalized(newton_schulz, batch));
+    i += static_cast<size_t>(size);
+  }
+}
+
+}  // namespace
+
+int64_t orthogonalize_workspace(const NewtonSchulz& newton_schulz,
+                                const std::vector<Matrix>& matrices, at::Device device,
+                                at::ScalarType dtype) {
+  return is_multiplied_here(newton_schulz, device, dtype)
+             ? cpu::orthogonalize_workspace(newton_schulz, in_memory(matrices, nullptr))
+             : 0;
+}
+
+void orthogonalize_matrices(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,
+                            const at::Tensor& buffer, at::Tensor workspace) {
+  std::erase_if(matrices, [](const Matrix& matrix) { return matrix.rows * matrix.cols == 0; });
+  if (!is_multiplied_here(newton_schulz, buffer.device(), buffer.scalar_type())) {
+    orthogonalize_batches(newton_schulz, matrices, buffer);
+    return;
+  }
+  if (!workspace.defined()) {
+    const int64_t floats =
+        orthogonalize_workspace(newton_schulz, matrices, buffer.device(), buffer.scalar_type());
+    workspace = at::empty({floats}, buffer.options().dtype(at::kFloat));
+  }
+  orthogonalize_on_cpu(newton_schulz, matrices, buffer, workspace);
+}
+
+}  // namespace torchopt_ext
