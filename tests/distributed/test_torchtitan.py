@@ -122,6 +122,8 @@ VERSIONS = {
             "clipping in step": ours_030("clipping_in_step"),
             "clipping alone": ours_030(max_grad_norm=1.0),
             "diverging": ours_030("diverging"),
+            "muon": ours_030("same_data", muon={}),
+            "kimi": ours_030("kimi"),
         },
         "optimizer.state.layers.0.attention.wo.weight.exp_avg",
         learns=0.1,
@@ -352,6 +354,26 @@ def test_clipping_in_the_step_is_one_decision_of_all_stages(runs: Runs) -> None:
         assert line["loss"] == pytest.approx(stock.metrics[step]["loss"], rel=1e-5)
     with pytest.raises(AssertionError, match="need one decision of all pipeline stages"):
         runs.get("pp", "clipping alone")
+
+
+@only_030
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("muon", "single"), *(slow("muon", layout) for layout in ("tp", "ddp", "pp"))]
+    + [slow("kimi", layout) for layout in ("single", "ddp")],
+)
+def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layout: str) -> None:
+    """All ranks have the same data, so that one process continues the run of FSDP2's two."""
+    whole = runs.get("fsdp", kind)
+    other = runs.get(layout, kind, kind, saved_in="fsdp", without="")
+    for step, line in other.metrics.items():
+        assert line["loss"] == pytest.approx(whole.metrics[step]["loss"], abs=1e-4), step
+    assert [*other.metrics] == [*range(SAVED + 1, STEPS + 1)]
+    assert whole.metrics[STEPS]["loss"] < whole.metrics[1]["loss"] - TITAN.learns
+    saved = {"muon": "0.attention.wo", "kimi": "1.attention.wkv_b"}[kind]
+    entries = whole.entries()
+    assert f"optimizer.state.layers.{saved}.weight.momentum_buffer" in entries
+    assert "optimizer.state.lm_head.weight.exp_avg" in entries
 
 
 @only_030

@@ -110,14 +110,21 @@ class Runs:
     done: dict[str, Run] = field(default_factory=dict)
 
     def get(
-        self, layout: str, kind: str, resume: str = "", saved_in: str = "", without: str = ""
+        self,
+        layout: str,
+        kind: str,
+        resume: str = "",
+        saved_in: str = "",
+        without: str | None = None,
     ) -> Run:
         """Trains to step 10. `resume` is the kind of run whose step 5 is continued.
 
         `saved_in` is that run's layout if it differs. The data then starts from the beginning:
-        torchtitan's loader continues only with the same ranks. `without` is not loaded.
+        torchtitan's loader continues only with the same ranks. `without` is not loaded; "" loads
+        everything.
         """
-        without = without or ("dataloader" if saved_in else "")
+        if without is None:
+            without = "dataloader" if saved_in else ""
         name = f"{layout}-{kind}-from-{saved_in}-{resume}".removesuffix("-from--") + without
         name = name.replace(" ", "-").replace(",", "")
         if name in self.done:

@@ -39,8 +39,9 @@ from torchopt_ext.containers.optimizers import (
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.integrations.torchtitan_clipping import take_over, watch
-from torchopt_ext.optim import FusedOptimizer
+from torchopt_ext.optim import FusedMuon, FusedOptimizer
 from torchopt_ext.optim.context import ALONE
+from torchopt_ext.optim.embeddings import embeddings_among
 from torchopt_ext.optim.options import configures_step
 from torchopt_ext.state.collective import all_gather_text
 from torchopt_ext.state.params import params_of
@@ -55,6 +56,13 @@ from torchtitan.config import Configurable  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402
 from torchtitan.distributed import utils as distributed  # noqa: E402
 
+from torchopt_ext.integrations.torchtitan_0_3_muon import (  # noqa: E402
+    DIST_MUON,
+    divided,
+    keys_by_matrix,
+    without_places,
+)
+
 __all__ = [
     "LRSchedulersContainer",
     "OptimizersContainer",
@@ -64,7 +72,7 @@ __all__ = [
     "use_torchopt_ext",
 ]
 
-_OURS = {cls.__name__: cls for cls in FUSED.values()}
+_OURS = {cls.__name__: cls for cls in FUSED.values()} | {DIST_MUON: FusedMuon}
 _BF16_STATES = "fused_opt_states_bf16"
 _FUSED = ("fused", _BF16_STATES)
 _Arguments: TypeAlias = dict[str, dict[str, Any]]  # by the name of the optimizer
@@ -74,9 +82,10 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
     """A container with one optimizer per model part and optimizer name, over groups by patterns.
 
     It replaces torchtitan's class of this name (torchtitan/components/optimizer/optimizer.py), with
-    its configuration. "FusedAdam", "FusedAdamW", "FusedLion" and "FusedSGD" are torchopt_ext's.
-    "Adam", "AdamW", "Lion" and "SGD" are also torchopt_ext's if the implementation is fused, which
-    all groups of a name may override. Other names are torchtitan's.
+    its configuration. "FusedAdam", "FusedAdamW", "FusedLion", "FusedMuon" and "FusedSGD" are
+    torchopt_ext's, and so is "DistMuon", a FusedMuon. "Adam", "AdamW", "Lion", "Muon" and "SGD" are
+    also torchopt_ext's if the implementation is fused, which all groups of a name may override.
+    Other names are torchtitan's.
 
     Patterns are searched for in parameter names without wrappers of modules. The first match
     decides. A pattern may match only in another pipeline stage, so all ranks must build their
@@ -90,8 +99,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         NotImplementedError: An optimizer name is unknown.
         AssertionError: The implementation is unknown, or no pattern matches a trainable parameter.
         ValueError: A pattern matches nothing, a setting has no effect, or clipping or skipping
-            could not be one decision; an optimizer rejects its arguments; a parameter is on the
-            meta device or in two parts.
+            could not be one decision; an optimizer rejects its arguments, or a matrix DistMuon's
+            blocks; a parameter is on the meta device or in two parts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -104,6 +113,10 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
 
         deferred_clipping: bool = False
         """Clip to training.max_norm in the step; torchtitan reads all gradients twice more."""
+
+        muon: dict[str, Any] | None = None
+        """Step the hidden matrices of AdamW's and Adam's groups by Muon, with these keys of groups.
+        {} is enough: learning rate and weight decay are those of the group."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         classes = _classes(config)
@@ -118,10 +131,12 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         matched, dtypes = _matched(model_parts, [group.pattern for group in config.param_groups])
         _reject_ineffective(config, {name: arguments[name] for name in ours}, dtypes)
         self.model_parts = model_parts
-        by_part = [
-            self._built_for_part(index, config, named, classes, arguments)
-            for index, named in enumerate(matched)
-        ]
+        keys = keys_by_matrix(config, classes, model_parts, matched)
+        with embeddings_among(module for part in model_parts for module in part.modules()):
+            by_part = [
+                self._built_for_part(index, config, named, classes, arguments, keys)
+                for index, named in enumerate(matched)
+            ]
         self._sizes = [len(part) for part in by_part]
         self.optimizers = [optimizer for part in by_part for optimizer in part]
         _check_one_decision(self.optimizers)
@@ -145,6 +160,7 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         matched: list[dict[str, nn.Parameter]],
         classes: dict[str, type[FusedOptimizer] | None],
         arguments: _Arguments,
+        keys: dict[nn.Parameter, dict[str, Any]],
     ) -> list[Optimizer]:
         """Builds a part's optimizers from the parameters of each of the configuration's groups."""
         stocks = stock.OptimizersContainer
@@ -154,16 +170,15 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         of_frozen = min(classes, key=lambda name: classes[name] is None, default=None)
         for asked, named in zip(config.param_groups, matched, strict=True):
             name = asked.optimizer_name
-            if classes[name]:
-                switches = {"fused": True, "foreach": False}
-            elif name == "DistMuon":  # accepts neither (distributed/flex_shard/dist_muon.py)
-                switches = {"fused": False, "foreach": False}
+            if not named and not (frozen and name == of_frozen):
+                continue
+            if cls := classes[name]:
+                made = divided(config, asked, cls, named, keys)
             else:
-                switches = stocks._build_impl_kwargs(config)
-            if named or (frozen and name == of_frozen):
                 params = {"params": list(named.values()), "param_names": list(named)}
-                groups.setdefault(name, []).append(params | switches | asked.optimizer_kwargs)
-                patterns.setdefault(name, []).append(asked.pattern)
+                made = [params | stocks._build_impl_kwargs(config) | asked.optimizer_kwargs]
+            groups.setdefault(name, []).extend(made)
+            patterns.setdefault(name, []).extend([asked.pattern] * len(made))
         optimizers = []
         for name, of_name in groups.items():
             factory: Callable[..., Optimizer] = classes[name] or self._resolve_optimizer_factory(
@@ -324,11 +339,12 @@ def _arguments_by_name(config: Any, ours: Sequence[str], names: Collection[str])
             f"{sorted(options)} would have no effect: the param_groups name {list(names)} with "
             f"implementation {config.implementation!r}, none of which is one of {', '.join(_OURS)}"
         )
-    if names and _OURS.keys() >= set(names) and config.implementation not in _FUSED:
+    fused = {*_OURS} - {DIST_MUON}  # whose recipes name another implementation
+    if names and fused >= set(names) and config.implementation not in _FUSED:
         raise ValueError(
             f"implementation {config.implementation!r} would have no effect on {list(names)}"
         )
-    arguments = {name: by_name.get(name, {}) for name in names}
+    arguments = {name: without_places(name, by_name.get(name, {})) for name in names}
     # Keeps what read_options leaves out: arguments like amsgrad, and a threshold of 0.
     return arguments | {n: arguments[n] | read_options(options | arguments[n]) for n in ours}
 

@@ -101,7 +101,8 @@ def prepare_load(
                 if key in state_dict
             }
             is_torchs = f"param_groups.{fqn}.algorithm" not in state_dict
-            if group.get("algorithm") == "sgd" and "step" in state and is_torchs:  # SGD counts none
+            counts_none = group.get("algorithm") in ("sgd", "muon")  # in torch
+            if counts_none and "step" in state and is_torchs:
                 entry.setdefault("step", torch.full((), float("momentum_buffer" in entry)))
             slots.append((Slot(param, f"'state.{fqn}.{{}}'", entry), state))
             problems += slots[-1][0].problems(optimizer)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import MagicMock
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -49,6 +53,34 @@ def _for_cpu(config: Trainer.Config) -> Trainer.Config:
         # The default, flex attention, has no backward on a CPU.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+    return config
+
+
+class SameData(HuggingFaceTextDataLoader):
+    """Gives all ranks the same data: the mean gradient is then that of one process."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTextDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, **arguments: Any) -> None:
+        super().__init__(config, **(arguments | {"dp_world_size": 1, "dp_rank": 0}))
+
+
+def same_data() -> Trainer.Config:
+    config = small()
+    config.dataloader = SameData.Config(dataset=config.dataloader.dataset)
+    return config
+
+
+def kimi() -> Trainer.Config:
+    """The Kimi debug model with the optimizers of its recipe, on text."""
+    for name in ("mm_datasets", "utils.image"):  # need torchvision
+        sys.modules.setdefault(f"torchtitan.hf_datasets.multimodal.{name}", MagicMock())
+    from torchtitan.models.kimi_k2_7.config_registry import kimi_k2_5_debugmodel
+
+    config, text = _for_cpu(kimi_k2_5_debugmodel()), same_data()
+    config.dataloader, config.tokenizer = text.dataloader, text.tokenizer
     return config
 
 

@@ -139,8 +139,7 @@ def test_groups_override_the_implementation(name):
     assert types == [ours.FUSED[name], getattr(torch.optim, name)]
 
 
-def test_ours_takes_adamw_groups_beside_muon():
-    """DistMuon itself needs CUDA, so torch's Muon takes the same groups in its place."""
+def test_ours_takes_adamw_groups_beside_an_optimizer_of_others():
     seen = []
 
     def muon(groups, **arguments):
@@ -155,14 +154,14 @@ def test_ours_takes_adamw_groups_beside_muon():
 
         @staticmethod
         def _resolve_optimizer_factory(name):
-            return {"DistMuon": muon}[name]
+            return {"TheirMuon": muon}[name]
 
     part = model()
-    groups = [group(r"layers.*0\.weight", "DistMuon", weight_decay=0.1), group()]
-    config = Mixed.Config(param_groups=groups, **{FACTORY: {"DistMuon": {"momentum": 0.9}}})
+    groups = [group(r"layers.*0\.weight", "TheirMuon", weight_decay=0.1), group()]
+    config = Mixed.Config(param_groups=groups, **{FACTORY: {"TheirMuon": {"momentum": 0.9}}})
     optimizers = config.build(model_parts=[part])
     assert [type(o) for o in optimizers] == [torch.optim.Muon, FusedAdamW]
-    assert seen == [(False, False)]  # DistMuon rejects groups that are fused or foreach
+    assert seen == [(True, False)]  # the implementation, as in torchtitan
     expected = copy.deepcopy(part)
     named = dict(expected.named_parameters())
     theirs = [
@@ -395,7 +394,7 @@ CLIPPED = {FACTORY: {"AdamW": {"max_grad_norm": 1.0}}}
 NOT_FUSED = r"optimizer_kwargs\['fused'\] is False .* "
 REJECTED = [
     ("skip_nonfinite.* no effect", [], {"skip_nonfinite": True, **FOREACH}),
-    ("state_dtype.* no effect", [group(".*", "DistMuon")], BF16_STATES),
+    ("state_dtype.* no effect", [group(".*", "Shampoo")], BF16_STATES),
     ("contradicts", [], BF16_STATES | {"state_dtype": "float32"}),
     ("'foreach' would have no effect", [group(".*", "FusedAdamW")], FOREACH),
     ("not clip", [], {"write_back_gradients": True}),
