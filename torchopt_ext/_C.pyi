@@ -118,9 +118,9 @@ class OptimizerPlan:
         part_devices: Sequence[torch.device],
         idle: Sequence[Tensor],
         local_gradients: Callable[[list[Any]], list[Tensor | None]],
-        # Called with a part's number, the number of its exchanges, average and apply, as
-        # csrc/plan/orthogonal_update.h has them; returns the number of matrices
-        exchange: Callable[[int, int, Callable[[int], Any], Callable[[int], None]], int] | None,
+        # Called with a part's number, average and apply, as csrc/plan/orthogonal_update.h has
+        # them; returns the number of matrices
+        exchange: Callable[[int, Callable[[int], Any], Callable[[int], None]], int],
         stochastic_rounding: bool,
         rounding_seed: int,
         write_back_gradients: bool,

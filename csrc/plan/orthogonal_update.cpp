@@ -313,8 +313,7 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     const auto bucket_of = [&](int64_t k) -> Bucket& {
       return buckets_.at(first_exchange_ + static_cast<size_t>(k));
     };
-    count += exchange({.count = static_cast<int64_t>(buckets_.size() - first_exchange_),
-                       .average =
+    count += exchange({.average =
                            [&](int64_t k) {
                              Bucket& bucket = bucket_of(k);
                              return directions(bucket, average(bucket));

@@ -31,7 +31,6 @@ struct Orthogonalization {
 // At most kInFlight exchanges have directions: apply(k) comes before average(k + kInFlight).
 struct ExchangeStages {
   static constexpr int64_t kInFlight = 3;
-  int64_t count;
   std::function<std::vector<std::optional<at::Tensor>>(int64_t)> average;
   std::function<void(int64_t)> apply;
 };

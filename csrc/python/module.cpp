@@ -180,6 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::vector<std::array<double, 3>>& coefficients, double eps,
          const std::function<at::Tensor(const at::Tensor&)>& instead) {
         std::vector<Matrix> matrices;
+        matrices.reserve(fields.size());
         for (const auto& [first, rows, cols, stride, lr_scale] : fields) {
           matrices.push_back({first, rows, cols, stride, lr_scale});
         }

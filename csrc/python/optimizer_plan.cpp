@@ -262,7 +262,7 @@ void OptimizerPlan::update_part(size_t number, const at::Tensor& control) {
     const py::gil_scoped_acquire locked;
     const auto average = py::cpp_function(stages.average, py::call_guard<py::gil_scoped_release>());
     const auto apply = py::cpp_function(stages.apply, py::call_guard<py::gil_scoped_release>());
-    return exchange_(number, stages.count, average, apply).cast<int64_t>();
+    return exchange_(number, average, apply).cast<int64_t>();
   });
   renew_marks(part);
 }

@@ -54,8 +54,8 @@ class OptimizerPlan {
 
   // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
   // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or
-  // incomplete, and other wrapper subclasses. `exchange(part, count, average, apply)` is Exchange,
-  // or None without exchanges. Raises what StepPlan raises.
+  // incomplete, and other wrapper subclasses. `exchange(part, average, apply)` is Exchange.
+  // Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<GroupAlgorithm>& algorithms,
                 const std::vector<at::Device>& part_devices, const pybind11::list& idle,

@@ -43,7 +43,8 @@ const std::vector<PyObject*> kDeciding = [] {
   return all;
 }();
 
-// The keys of a group that decide how directions are orthogonalized (torchopt_ext/optim/muon.py).
+// The keys of a group that decide how directions are orthogonalized
+// (torchopt_ext/state/matrices.py).
 const std::vector<PyObject*> kSettings = [] {
   std::vector<PyObject*> all;
   std::ranges::transform(

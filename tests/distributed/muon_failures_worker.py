@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchopt_ext import FusedMuon
-from torchopt_ext.optim import exchange, planned
+from torchopt_ext.optim import exchange
+from torchopt_ext.optim import step as step_module
 
 PHASES = {
-    "agreement": (planned, "positions_with_gradient"),
+    "agreement": (step_module, "agree_on_matrices"),
     "average": (exchange._Stages, "__init__"),
     "products": (exchange._Stages, "orthogonalize"),
     "return": (exchange._Stages, "take_back"),

@@ -43,7 +43,7 @@ def test_the_others_say_what_they_stepped(
         return
     stepped, averaged = (
         [int(n) for n in re.findall(r"\d+", text)]
-        for text in re.findall(r"\[([\d, ]*)\]", found["error"])
+        for text in re.findall(r"(?:stepped|weights): \[(.*?)\]", found["error"])
     )
     assert stepped == found["weights"]
     assert sorted(stepped + averaged) == found["momentum"]

@@ -85,9 +85,9 @@ class Controlled:
     _written_skip: bool | None = None  # skip_nonfinite in the control blocks, if known
 
     @property
-    def exchanges(self) -> bool:
-        """Whether ranks that share matrices communicate in pass B."""
-        return False
+    def exchange_groups(self) -> Mapping[int, Any]:
+        """The process groups of parameters whose matrices ranks share in pass B, by position."""
+        return {}
 
     def _init_control(self) -> None:
         self._settings = {"max_grad_norm": 0.0, "skip_nonfinite": 0.0}

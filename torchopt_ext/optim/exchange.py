@@ -10,7 +10,7 @@ whole matrix for the duration of the exchange, orthogonalizes it, and returns th
     apply     rank 0: rows 0, 1 | rank 1: rows 2, 3      weights, on the shards
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C
-from torchopt_ext.optim.owners import Exchange, SharedParam, plan_exchanges
-from torchopt_ext.state.collective import all_gather, collective, comm_device, wait
+from torchopt_ext.optim.owners import Exchange, SharedParam, digest_of, plan_exchanges
+from torchopt_ext.state.collective import collective, comm_device, wait
 from torchopt_ext.state.devices import moved
-from torchopt_ext.state.params import named_group_params, params_of
 
 _WHAT = "exchanging directions of matrices"
 
 
 class Exchangers:
-    """The exchanges of a plan, and which parameters have a gradient in this step.
+    """The exchanges of a plan.
 
     Args:
         params: those whose matrices are cut.
-        groups: their process groups, by position.
+        groups: the process groups of such parameters, by position.
         devices: the device of each part of the plan.
+        planned: the positions of the parameters in the plan; others have no state yet.
+
+    Attributes:
+        present: positions of the parameters that have a gradient in this step, on all ranks.
+        digests: a number for each group, which differs where ranks have other exchanges.
     """
 
     def __init__(
@@ -40,14 +44,18 @@ class Exchangers:
         params: Sequence[SharedParam],
         groups: Mapping[int, Any],
         devices: Sequence[torch.device],
+        planned: Collection[int],
     ) -> None:
         self.present: Collection[int] = ()
-        self.groups = groups
+        self.groups, self.digests = groups, {}
         self._parts: dict[int, Exchanger] = {}
         for group in dict.fromkeys(groups[param.position] for param in params):
             own = [param for param in params if groups[param.position] is group]
-            for part, exchanges in plan_exchanges(own, dist.get_process_group_ranks(group)).items():
-                self._parts[part] = Exchanger(exchanges, group, devices[part])
+            by_part = plan_exchanges(own, dist.get_process_group_ranks(group))
+            self.digests[group] = digest_of(by_part)
+            for part, exchanges in by_part.items():
+                assert part not in self._parts, "parameters of a part have equal meshes"
+                self._parts[part] = Exchanger(exchanges, group, devices[part], planned)
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -59,35 +67,8 @@ class Exchangers:
             for param, _ in exchange
         }
 
-    def __call__(self, part: int, count: int, average: Any, apply: Any) -> int:
+    def __call__(self, part: int, average: Any, apply: Any) -> int:
         return self._parts[part].run(self.present, average, apply)
-
-
-def positions_with_gradient(optimizer: Any, groups: Mapping[int, Any]) -> set[int]:
-    """Returns the positions of parameters with cut matrices that have a gradient, on all ranks.
-
-    Args:
-        groups: the process groups of these parameters, by position. Their ranks call this together.
-
-    Raises:
-        RuntimeError: ranks differ, on all ranks; the message names a parameter.
-    """
-    params = params_of(optimizer)
-    present = {position for position in groups if params[position].grad is not None}
-    for group in dict.fromkeys(groups.values()):
-        positions = [position for position in groups if groups[position] is group]
-        flags = [(p in present) + 2 * bool(optimizer.state.get(params[p])) for p in positions]
-        by_rank = all_gather(torch.tensor(flags, dtype=torch.uint8), group, _WHAT)
-        for position, flags in zip(positions, torch.stack(by_rank, 1).tolist(), strict=True):
-            for what, bit in ("gradient", 1), ("state", 2):
-                having = [rank for rank, flag in enumerate(flags) if flag & bit]
-                if 0 < len(having) < len(flags):
-                    _, _, name, _ = list(named_group_params(optimizer))[position]
-                    raise RuntimeError(
-                        f"parameter {name or position!r} has a {what} on ranks {having} only, of "
-                        f"{len(flags)} that share its matrices: expected all or none"
-                    )
-    return present
 
 
 class Exchanger:
@@ -97,10 +78,17 @@ class Exchanger:
         exchanges: as :func:`torchopt_ext.optim.owners.plan_exchanges` returns them.
         group: the ranks that share the matrices.
         device: of the parameters.
+        planned: the positions of the parameters in the plan.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], group: Any, device: torch.device) -> None:
-        self.exchanges, self.group, self.device = exchanges, group, device
+    def __init__(
+        self,
+        exchanges: Sequence[Exchange],
+        group: Any,
+        device: torch.device,
+        planned: Collection[int],
+    ) -> None:
+        self.exchanges, self.group, self.device, self.planned = exchanges, group, device, planned
         self.rank, self.ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
     def run(
@@ -124,30 +112,37 @@ class Exchanger:
         stages: list[_Stages] = []
         applied = 0
         try:
-            with collective(_WHAT):
-                for k in range(len(self.exchanges) + 2):
-                    if k < len(self.exchanges):
-                        stages.append(_Stages(self, self.exchanges[k], average(k), present))
-                    if 0 < k <= len(self.exchanges):
-                        stages[k - 1].orthogonalize()
-                    if k > 1:
-                        stages[k - 2].take_back()
+            for k in range(len(self.exchanges) + 2):
+                if k < len(self.exchanges):
+                    stages.append(self._begun(k, average, present))
+                if 0 < k <= len(self.exchanges):
+                    stages[k - 1].orthogonalize()
+                if k > 1:
+                    stages[k - 2].take_back()
+                    if self._is_planned(k - 2):
                         apply(k - 2)
-                        applied = k - 1
+                    applied = k - 1
         except Exception as error:
             done, begun = (
-                _positions(self.exchanges[:n]) & {*present} for n in (applied, len(stages))
-            )
+                [param.called for exchange in self.exchanges[first:last]
+                 for param, _ in exchange if param.position in present]
+                for first, last in ((0, applied), (applied, len(stages)))
+            )  # fmt: skip
             raise RuntimeError(
-                f"the step ended while {_WHAT}: {error}. The parameters in positions "
-                f"{sorted(done)} were stepped, and those in {sorted(begun - done)} have a new "
-                "momentum and old weights. Load a checkpoint"
+                f"the step ended while {_WHAT}: {error}. These parameters were stepped: "
+                f"[{', '.join(done)}]. These have a new momentum and old weights: "
+                f"[{', '.join(begun)}]. Load a checkpoint"
             ) from error
         return sum(len(param.blocks) for stage in stages for param, _, _ in stage.held)
 
+    def _is_planned(self, number: int) -> bool:
+        return any(param.position in self.planned for param, _ in self.exchanges[number])
 
-def _positions(exchanges: Iterable[Exchange]) -> set[int]:
-    return {param.position for exchange in exchanges for param, _ in exchange}
+    def _begun(self, number: int, average: Any, present: Collection[int]) -> "_Stages":
+        exchange = self.exchanges[number]
+        planned = [param.position for param, _ in exchange if param.position in self.planned]
+        found = dict(zip(planned, average(number) if planned else (), strict=True))
+        return _Stages(self, exchange, [found.get(p.position) for p, _ in exchange], present)
 
 
 class _Stages:
@@ -243,20 +238,22 @@ class _Stages:
         self._sizes = [size for rank in of.ranks for size in received_from(rank)]
         self._received = torch.empty(sum(self._sizes), dtype=self.like.dtype, device=device)
         width = self.like.itemsize
-        self._work = dist.all_to_all_single(
-            self._received.view(torch.uint8),
-            self._sent.view(torch.uint8),
-            [width * sum(received_from(rank)) for rank in of.ranks],
-            [width * sum(piece.numel() for piece in own) for own in sent],
-            group=of.group,
-            async_op=True,
-        )
+        with collective(_WHAT):
+            self._work = dist.all_to_all_single(
+                self._received.view(torch.uint8),
+                self._sent.view(torch.uint8),
+                [width * sum(received_from(rank)) for rank in of.ranks],
+                [width * sum(piece.numel() for piece in own) for own in sent],
+                group=of.group,
+                async_op=True,
+            )
 
     def _end(self, pieces: list[Tensor]) -> None:
         """Waits for the all-to-all, and copies what arrived to pieces, in the order of ranks."""
         if not self.held:
             return
-        wait(self._work)
+        with collective(_WHAT):
+            wait(self._work)
         arrived = moved(self._received, self.of.device).split_with_sizes(self._sizes)
         if pieces:
             views = [a.view(p.shape) for a, p in zip(arrived, pieces, strict=True)]

@@ -1,10 +1,10 @@
 """Which rank orthogonalizes each matrix of which ranks hold parts, and in which exchange."""
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchopt_ext.state.matrices import (
     blocks_of,
     coefficients_of,
     direction_dtype,
+    flops_of,
 )
 from torchopt_ext.state.pieces import Piece, group_of_mesh, is_cut, pieces_of
 
@@ -49,15 +50,19 @@ class SharedParam:
 
     Attributes:
         position, part: of the parameter in the optimizer and in its plan.
+        called: its name in messages.
         settings: coefficients, eps and what replaces the iterations, for _C.orthogonalize_.
         blocks: the blocks of each of its matrices that are orthogonalized.
-        dtype: of its directions, as csrc/plan/orthogonal_update.cpp chooses it.
+        flops: the operations for one of its matrices.
+        dtype: of its directions.
     """
 
     position: int
     part: int
+    called: str
     settings: tuple[Any, ...]
     blocks: tuple[Matrix, ...]
+    flops: int
     dtype: torch.dtype
     numel: int
     pieces: list[dict[int, Piece]]  # of each matrix, by rank of the default group
@@ -73,18 +78,23 @@ class SharedParam:
         blocks = tuple(blocks_of(group, param, called))
         dtype = direction_dtype(group, local_tensor(param))
         pieces = pieces_of(group, param, called)
-        return cls(position, part, settings, blocks, dtype, param.numel(), *pieces)
-
-    @cached_property
-    def flops(self) -> int:
-        """The operations for one of its matrices, as torch.optim.Muon makes them: a step has
-        products of m x n by n x m, m x m by m x m, and m x m by m x n for m <= n."""
-        sides = [sorted((rows, cols)) for _, rows, cols, _, _ in self.blocks]
-        return len(self.settings[0]) * sum(m * m * (4 * n + 2 * m) for m, n in sides)
+        work = flops_of(blocks, group)
+        return cls(position, part, called, settings, blocks, work, dtype, param.numel(), *pieces)
 
 
 Exchange = list[tuple[SharedParam, list[SharedMatrix]]]
 """Parameters whose directions travel together, in the order of the plan, with their matrices."""
+
+
+def digest_of(by_part: Mapping[int, list[Exchange]]) -> int:
+    """Returns a number that differs on ranks that would not exchange the same directions."""
+    plan = [
+        (part, param.position, str(param.dtype), param.settings[:2], param.blocks, param.numel,
+         [(matrix.owner, sorted(matrix.pieces.items())) for matrix in matrices])
+        for part, exchanges in by_part.items() for exchange in exchanges
+        for param, matrices in exchange
+    ]  # fmt: skip
+    return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
 
 
 def groups_of_cut(optimizer: Any) -> dict[int, Any]:
@@ -114,8 +124,8 @@ def plan_exchanges(
     chosen = []
     for param in ranked:
         matrices = []
-        numel = param.numel // len(param.pieces)
-        for by_rank in param.pieces:
+        numel = param.numel // max(1, len(param.pieces))
+        for by_rank in filter(None, param.pieces):  # matrices may have no elements
             pieces = {number[rank]: piece for rank, piece in by_rank.items()}
             replicas = {number[rank]: param.replicas[rank] for rank in by_rank}
             work, elements, owner = min(loads[rank] for rank in pieces)
@@ -141,13 +151,3 @@ def _has_room(
     most = min(BYTES // param.dtype.itemsize * ranks, math.ceil(total / LEAST))
     held = sum(other.numel for other, _ in exchange)
     return held + param.numel <= most and exchange[0][0].dtype == param.dtype
-
-
-def unevenness(exchanges: Iterable[Exchange], ranks: int) -> float:
-    """Returns the operations of the busiest rank, of the mean."""
-    loads = [0] * ranks
-    for exchange in exchanges:
-        for param, matrices in exchange:
-            for matrix in matrices:
-                loads[matrix.owner] += param.flops
-    return max(loads) * ranks / sum(loads) if any(loads) else 1.0

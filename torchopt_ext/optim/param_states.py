@@ -307,10 +307,11 @@ def build_plan(
     groups = groups_of_cut(optimizer)
     shared = [
         SharedParam.of(position, parts[part_of(param)], group, param, _called(name or position))
-        for position, _, group, name, param, _ in stepped
-        if position in groups
+        for position, (_, group, name, param) in enumerate(named_group_params(optimizer))
+        if position in groups and part_of(param) in parts
     ]
-    exchangers = Exchangers(shared, groups, [device for device, _ in parts])
+    planned = {position for position, *_ in stepped}
+    exchangers = Exchangers(shared, groups, [device for device, _ in parts], planned)
     numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:

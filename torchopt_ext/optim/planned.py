@@ -1,7 +1,7 @@
 """The plan of a fused optimizer's steps, and the parts of such a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torchopt_ext._C import OptimizerPlan, WeightMarks
 from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
-from torchopt_ext.optim.exchange import Exchangers, positions_with_gradient
+from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import groups_of_cut
@@ -225,14 +225,13 @@ class PlannedStep(Controlled, Optimizer):
         self._norm_measured = bool(total)
 
     @property
-    def exchanges(self) -> bool:
-        return bool(groups_of_cut(self) if self._built is None else self._built.exchangers.groups)
+    def exchange_groups(self) -> Mapping[int, Any]:
+        return groups_of_cut(self) if self._built is None else self._built.exchangers.groups
 
-    def agree_on_gradients(self) -> None:
-        """Raises RuntimeError on all ranks if some have gradients that others have not."""
+    @property
+    def exchangers(self) -> Exchangers:
         assert self._built is not None, "collect() comes first"
-        exchangers = self._built.exchangers
-        exchangers.present = positions_with_gradient(self, exchangers.groups)
+        return self._built.exchangers
 
     def update(self) -> None:
         """Runs pass B, after :meth:`decide`."""

@@ -27,6 +27,7 @@ class StepProgress:
     pending: bool = True  # this rank has not yet joined the collective in which ranks agree
     accepted: bool = False  # all ranks have agreed to make the step
     in_closure: bool = False  # a closure is under way, in which other ranks may wait for this rank
+    agreed: bool = False  # this rank has joined the agreement of ranks that share matrices
     took_gradients: bool = False  # this rank has joined ZeRO's exchanges before the norm
 
 

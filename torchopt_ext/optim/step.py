@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchopt_ext import ops
 from torchopt_ext._torch import allows_mutation, run_eagerly
+from torchopt_ext.optim.agreement import agree_on_matrices
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.gradients import show_writes
@@ -125,17 +126,17 @@ def _step_together(
         for optimizer in optimizers:
             built.append(optimizer.collect())
         first.check_scaler(context)
+        if exchanging := [optimizer for optimizer in optimizers if optimizer.exchange_groups]:
+            progress.agreed = True
+            agree_on_matrices(exchanging)
         total = dict(context.measured or {})
         measured = bool(total) or first.wants_norm(context)
-        exchanging = [optimizer for optimizer in optimizers if optimizer.exchanges]
-        if not total and (measured or context.progress is not None or exchanging):
+        if not total and (measured or context.progress is not None):
             total = accumulated_norm(optimizers, context, progress, measured=measured)
             if context.check_overflow:
                 context = context._replace(found_inf=None)  # counted with the squares
         if total:
             context = _unless_rejected(optimizers, total, context)
-        for optimizer in exchanging:
-            optimizer.agree_on_gradients()
         for optimizer in optimizers:
             optimizer.decide(total if measured else {}, context)
         for optimizer in optimizers:  # only when nothing can fail in another one
@@ -156,7 +157,7 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     Raises:
         RuntimeError: a gradient does not fit its parameter, here or on a rank that shares the norm.
     """
-    progress = StepProgress()
+    progress = StepProgress(agreed=True)  # the step that follows agrees on matrices
     context = StepContext(progress=progress)  # the ranks wait for each other even without a norm
     _begin_use(optimizers)
     built = []
@@ -189,10 +190,14 @@ def _unless_rejected(
 @torch.no_grad()
 def reject(optimizers: Sequence[Controlled], context: StepContext, progress: StepProgress) -> None:
     """Tells the ranks that wait in this step's norm that this rank rejects the step."""
+    in_doubt = not (progress.agreed or progress.in_closure)
+    if in_doubt and (sharing := [o for o in optimizers if o.exchange_groups]):
+        progress.agreed = True
+        with suppress(Exception):
+            agree_on_matrices(sharing, rejects=True)
     if context.measured is not None:
         return  # the ranks exchanged the norm before the step, so none waits
-    agrees = context.progress is not None or any(o.exchanges for o in optimizers)
-    if progress.pending and (agrees or optimizers[0].wants_norm(context)):
+    if progress.pending and (context.progress is not None or optimizers[0].wants_norm(context)):
         with suppress(Exception):
             total = accumulated_norm(optimizers, context, progress, rejects=True)
             if not _knows_rejections(optimizers, total):
@@ -270,7 +275,7 @@ def accumulated_norm(
         agree(total, group, progress)
     if not rejects and (group is not None or any(sums)):
         # Other ranks make no exchange with one that rejects the step.
-        optimizers[0].rejected_steps.note(total, waits=any(o.exchanges for o in optimizers))
+        optimizers[0].rejected_steps.note(total, waits=any(o.exchange_groups for o in optimizers))
     return {device: moved(total, device) for device in devices}
 
 

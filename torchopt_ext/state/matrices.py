@@ -1,7 +1,7 @@
 """Which matrices of a parameter Muon orthogonalizes, and how: keys of a group."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from numbers import Real
 from typing import Any
@@ -204,11 +204,15 @@ def newton_schulz_flops(group: Mapping[str, Any], param: Tensor, what: str | int
     Raises:
         ValueError: as :func:`matrices_of`.
     """
-    matrices = matrices_of(group, param, what)
+    return flops_of(matrices_of(group, param, what), group)
+
+
+def flops_of(matrices: Iterable[Matrix], group: Mapping[str, Any]) -> int:
+    """Returns the operations of :func:`newton_schulz_flops` for matrices of a group."""
     if group.get("orthogonalize"):
         return 0
     sides = (sorted((rows, cols)) for _, rows, cols, _, _ in matrices)
-    iterations = len(coefficients_of(group))
+    iterations = len(coefficients_of({**SETTINGS, **group}))
     return iterations * sum(2 * short * short * (2 * long + short) for short, long in sides)
 
 

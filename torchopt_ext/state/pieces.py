@@ -1,6 +1,6 @@
 """The parts of a DTensor's matrices that the ranks of its mesh hold."""
 
-import itertools
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -54,15 +54,17 @@ def is_cut(group: Mapping[str, Any], param: Any) -> bool:
 
 
 def group_of_mesh(mesh: Any) -> Any:
-    """Returns a process group of all ranks of a mesh, which call this together."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
+    """Returns the process group of all ranks of a mesh, one for equal ranks.
+
+    The ranks call this together.
+    """
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     world, group = _groups.get(ranks, (None, None))
     if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        new = functools.partial(dist.new_group, list(ranks), use_local_synchronization=True)
+        group = mesh.get_group() if mesh.ndim == 1 else new()
         _groups[ranks] = dist.group.WORLD, group
     return group
 
@@ -85,18 +87,14 @@ def pieces_of(
     cols = shape[2] if stack else shape[1] * inner
     pieces: list[dict[int, Piece]] = [{} for _ in range(shape[0] if stack else 1)]
     replicas = {}
-    for coordinate in itertools.product(*map(range, mesh.shape)):
+    placements = tuple(param.placements)
+    for coordinate, held in _held(shape, tuple(mesh.shape), placements).items():
         rank, replica = int(mesh.mesh[coordinate]), 0
-        indices = [[*range(size)] for size in shape]
-        for ranks, index, placement in zip(mesh.shape, coordinate, param.placements, strict=True):
-            if _cuts(placement):
-                indices[placement.dim] = _part(indices[placement.dim], placement, ranks, index)
-            else:
-                replica = replica * ranks + index
+        for ranks, index, placement in zip(mesh.shape, coordinate, placements, strict=True):
+            replica = replica if _cuts(placement) else replica * ranks + index
         replicas[rank] = replica
-        held = [range(own[0], own[-1] + 1) if own else range(0) for own in indices]
-        if [*map(len, held)] != [*map(len, indices)]:
-            raise ValueError(f"{called} is {param.placements}: rows or columns are interleaved")
+        if held is None:
+            raise ValueError(f"{called} is {placements}: rows or columns are interleaved")
         which, its_rows, its_cols = held[:3] if stack else (range(1), *held[:2])
         if not stack and [*map(len, held[2:])] != [*shape[2:]]:
             raise ValueError(f"{called} of shape {shape} is {param.placements}: kernels are cut")
@@ -113,9 +111,30 @@ def _cuts(placement: Any) -> bool:
     return hasattr(placement, "dim")
 
 
-def _part(indices: list[int], placement: Any, ranks: int, rank: int) -> list[int]:
-    """Returns those of a dimension's indices that a placement leaves to a rank."""
-    along = torch.tensor(indices).view([1] * placement.dim + [-1])
-    chunks, _ = placement._split_tensor(along, ranks, with_padding=False)
-    part: list[int] = chunks[rank].flatten().tolist()
-    return part
+@functools.lru_cache(maxsize=1024)
+def _held(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
+) -> dict[tuple[int, ...], list[range] | None]:
+    """Returns the indices of dimensions by coordinate of a mesh; None if they are interleaved."""
+    held: dict[tuple[int, ...], list[list[int]]] = {(): [[*range(size)] for size in shape]}
+    for ranks, placement in zip(mesh_shape, placements, strict=True):
+        parts: dict[tuple[int, ...], list[list[int]]] = {}
+        for coordinate, indices in held.items():
+            own = [indices] * ranks
+            if _cuts(placement):
+                dim = placement.dim
+                along = torch.tensor(indices[dim]).view([1] * dim + [-1])
+                chunks, _ = placement._split_tensor(along, ranks, with_padding=False)
+                own = [
+                    [*indices[:dim], chunk.flatten().tolist(), *indices[dim + 1 :]]
+                    for chunk in chunks
+                ]
+            parts |= {(*coordinate, rank): own[rank] for rank in range(ranks)}
+        held = parts
+    return {coordinate: _ranges(indices) for coordinate, indices in held.items()}
+
+
+def _ranges(indices: list[list[int]]) -> list[range] | None:
+    """Returns indices as ranges, or None if some are not consecutive."""
+    ranges = [range(own[0], own[-1] + 1) if own else range(0) for own in indices]
+    return ranges if [*map(len, ranges)] == [*map(len, indices)] else None
