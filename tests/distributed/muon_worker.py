@@ -30,6 +30,9 @@ from tests.support.compare import assert_same_bits, snapshot
 from tests.support.problems import set_gradients
 from tests.support.ranks import full_tensor, gathered, run_cases
 from torchopt_ext import FusedMuon, digest
+from torchopt_ext.optim import fused_step
+from torchopt_ext.optim.context import ALONE
+from torchopt_ext.optim.step import measure_norm
 from torchopt_ext.state.local import shard_of
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
@@ -166,6 +169,90 @@ def a_rejected_step_changes_nothing() -> None:
         assert snapshot(run.optimizer) == before
         run.train(1)
         assert snapshot(run.optimizer) != before
+
+
+def all_raise(run: Run, message: str, step: Callable[[], Any] | None = None) -> None:
+    before = snapshot(run.optimizer)
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        (step or run.optimizer.step)()
+    assert snapshot(run.optimizer) == before
+
+
+def ranks_with_other_settings_raise() -> None:
+    for key, value in (("ns_steps", 3), ("num_heads", 2), ("ns_coefficients", (2.0, -1.5, 0.5))):
+        run = Run(placed(*layouts()["rows"])).train(0)
+        if dist.get_rank() == 0:
+            run.optimizer.param_groups[0][key] = value
+        run.set_gradients(1)
+        all_raise(run, "other parameters, groups or settings of Muon")
+    run = Run(placed(*layouts()["rows"])).train(0)
+    more = nn.Parameter(run.place(torch.ones(8, 4)))
+    if dist.get_rank() == 0:
+        run.optimizer.add_param_group({"params": [more]})
+    run.set_gradients(1)
+    all_raise(run, "other parameters, groups or settings of Muon")
+
+
+def a_rejection_after_the_norm_reaches_all() -> None:
+    """As clipping before the step measures it: the ranks have their norm when one rejects."""
+    run = Run(placed(*layouts()["rows"])).train(0)
+    run.set_gradients(1)
+    measured = measure_norm([run.optimizer])
+    if dist.get_rank() == 0:
+        run.optimizer.param_groups[0]["lr"] = "fast"
+    message = "rank 0 rejected the step" if dist.get_rank() else "lr"
+    step = partial(fused_step, [run.optimizer], ALONE._replace(measured=measured))
+    all_raise(run, message, step)
+
+
+def a_first_step_that_is_rejected_leaves_no_trace() -> None:
+    run = Run(placed(*layouts()["rows"]))
+    run.set_gradients(0, without=(3,) if dist.get_rank() else ())
+    with pytest.raises(RuntimeError, match="has a gradient on ranks"):
+        run.optimizer.step()
+    run.set_gradients(0, without=(3,))
+    run.optimizer.step()  # on no rank: one of them has state
+    run.train(1)
+
+
+def meshes_may_be_equal_or_cross() -> None:
+    """Meshes of equal ranks share one exchange; where they cross, all ranks raise together."""
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")) for _ in range(2)]
+    for own in (meshes, [meshes[0]["a"], meshes[1]["a"]], [meshes[0]["a"], meshes[0]["b"]]):
+        shapes = [(8, 12), (12, 8), (6, 10), (10, 6)]
+        generator = torch.Generator().manual_seed(1)
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        alone = [nn.Parameter(value.clone()) for value in values]
+        shared = [
+            nn.Parameter(distribute_tensor(value, mesh, [ROWS] * mesh.ndim, src_data_rank=None))
+            for value, mesh in zip(values, own * 2, strict=True)
+        ]
+        ours, one = FusedMuon(shared, lr=0.1), FusedMuon(alone, lr=0.1)
+        for seed in range(2):
+            set_gradients(alone, seed=seed)
+            for p, q in zip(shared, alone, strict=True):
+                p.grad = shard_of(q.grad, p)
+            one.step()
+            ours.step()
+        assert_same_bits([full_tensor(p) for p in shared], [p.detach() for p in alone])
+        for p, q in zip(shared, alone, strict=True):
+            p.grad = shard_of(q.grad, p)
+        if dist.get_rank() == 0:
+            shared[0].grad = None
+        if own == [meshes[0]["a"], meshes[1]["a"]] and dist.get_rank() % 2:
+            ours.step()  # these ranks share nothing with rank 0
+            continue
+        with pytest.raises(RuntimeError, match=r"has a gradient on ranks|rejected the step"):
+            ours.step()
+
+
+def matrices_without_elements() -> None:
+    place = placed(*layouts()["rows"])
+    params = [nn.Parameter(place(torch.ones(shape))) for shape in ((0, 5), (6, 5), (0, 4, 4))]
+    optimizer = FusedMuon(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
 
 
 def an_overflow_changes_nothing() -> None:
@@ -331,10 +418,14 @@ def cases() -> dict[str, Callable[[], Any]]:
     }
     for case in (
         refuses_gradients_of_some_ranks, a_rejected_step_changes_nothing,
+        ranks_with_other_settings_raise, a_rejection_after_the_norm_reaches_all,
+        a_first_step_that_is_rejected_leaves_no_trace, matrices_without_elements,
         an_overflow_changes_nothing, changes_between_steps_are_followed,
         bytes_are_those_of_the_formula, fsdp_trains_like_one_process, digests_add_up,
     ):  # fmt: skip
         found[case.__name__] = case
+    if dist.get_world_size() == 4:
+        found["meshes"] = meshes_may_be_equal_or_cross
     found["resumes"] = partial(resumes_on_other_ranks, Path(sys.argv[1]).parent)
     return found
 
