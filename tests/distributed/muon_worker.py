@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +115,7 @@ class Run:
 
     def moments(self) -> list[Tensor]:
         states = [self.optimizer.state[p] for p in self.params]
-        return [full_tensor(s.get("momentum_buffer", s.get("exp_avg"))) for s in states]
+        return [full_tensor(momentum_of(state)) for state in states]
 
 
 def placed(shape: tuple[int, ...], placements: list[Placement]) -> Callable[[Tensor], Tensor]:
@@ -244,6 +245,42 @@ def meshes_may_be_equal_or_cross() -> None:
             continue
         with pytest.raises(RuntimeError, match=r"has a gradient on ranks|rejected the step"):
             ours.step()
+
+
+def a_failing_transfer_names_what_was_stepped() -> None:
+    send = dist.all_to_all_single
+    for number in range(1, 9):  # on all ranks alike: no rank waits
+        run = Run(placed(*layouts()["rows"])).train(0)
+        run.set_gradients(1)
+        states = [(p, run.optimizer.state[p]) for p in run.params]
+        before = [(full_tensor(p).clone(), full_tensor(momentum_of(s)).clone()) for p, s in states]
+        calls: list[int] = []
+
+        def failing(*args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number:
+                raise RuntimeError("no route")
+            return send(*args, **more)
+
+        with (
+            mock.patch.object(dist, "all_to_all_single", failing),
+            pytest.raises(RuntimeError, match="no route") as raised,
+        ):
+            run.optimizer.step()
+        named = re.findall(r"(?:stepped|weights): \[(.*?)\]", str(raised.value))
+        stepped, averaged = ([int(n) for n in re.findall(r"\d+", text)] for text in named)
+        cut = [n for n, (_, group) in enumerate(GROUPS) if "algorithm" not in group and n != 6]
+        for n in cut:
+            weight, momentum = before[n]
+            same = torch.equal(full_tensor(run.params[n]), weight)
+            kept = torch.equal(
+                full_tensor(momentum_of(run.optimizer.state[run.params[n]])), momentum
+            )
+            assert (not same, not kept) == (n in stepped, n in stepped + averaged), (number, n)
+
+
+def momentum_of(state: dict[str, Any]) -> Any:
+    return state.get("momentum_buffer", state.get("exp_avg"))
 
 
 def matrices_without_elements() -> None:
@@ -420,6 +457,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         refuses_gradients_of_some_ranks, a_rejected_step_changes_nothing,
         ranks_with_other_settings_raise, a_rejection_after_the_norm_reaches_all,
         a_first_step_that_is_rejected_leaves_no_trace, matrices_without_elements,
+        a_failing_transfer_names_what_was_stepped,
         an_overflow_changes_nothing, changes_between_steps_are_followed,
         bytes_are_those_of_the_formula, fsdp_trains_like_one_process, digests_add_up,
     ):  # fmt: skip

@@ -110,10 +110,11 @@ class Exchanger:
             RuntimeError: a rank died or is late; the message says which parameters were stepped.
         """
         stages: list[_Stages] = []
-        applied = 0
+        averaged = applied = 0
         try:
             for k in range(len(self.exchanges) + 2):
                 if k < len(self.exchanges):
+                    averaged = k + 1
                     stages.append(self._begun(k, average, present))
                 if 0 < k <= len(self.exchanges):
                     stages[k - 1].orthogonalize()
@@ -126,7 +127,7 @@ class Exchanger:
             done, begun = (
                 [param.called for exchange in self.exchanges[first:last]
                  for param, _ in exchange if param.position in present]
-                for first, last in ((0, applied), (applied, len(stages)))
+                for first, last in ((0, applied), (applied, averaged))
             )  # fmt: skip
             raise RuntimeError(
                 f"the step ended while {_WHAT}: {error}. These parameters were stepped: "
