@@ -1,6 +1,5 @@
 """Agreement of ranks that share matrices: on a step, and on which matrices have a gradient."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchopt_ext.state.collective import all_gather, all_gather_text
+from torchopt_ext.state.collective import all_gather, all_gather_text, compared
 from torchopt_ext.state.params import named_group_params, params_of
 
 _WHAT = "agreeing on the step of matrices that ranks share"
@@ -69,7 +68,7 @@ def _has_gradient(optimizer: Any, *groups: Any) -> dict[int, bool]:
 
 def _digest(optimizers: Sequence[Any], group: Any) -> int:
     held = [[o.exchangers.digests.get(group), _has_gradient(o, group)] for o in optimizers]
-    return int.from_bytes(hashlib.sha256(repr(held).encode()).digest()[:7], "big")
+    return compared(held)
 
 
 def _difference(optimizers: Sequence[Any], group: Any) -> str:

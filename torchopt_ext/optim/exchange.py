@@ -10,7 +10,8 @@ whole matrix for the duration of the exchange, orthogonalizes it, and returns th
     apply     rank 0: rows 0, 1 | rank 1: rows 2, 3      weights, on the shards
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ class _Stages:
 
     Attributes:
         held: parameters with a gradient, one of their matrices, and the direction of the shard.
+        owned: those of this rank, with the places of the matrices in ``whole``.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class _Stages:
         directions: Sequence[Tensor | None],
         present: Collection[int],
     ) -> None:
-        self.of = of
+        self.of, rank = of, of.rank
         self.like = torch.empty(0, dtype=exchange[0][0].dtype, device=of.device)
         self.held = [
             (param, matrix, self.like if direction is None else direction)
@@ -168,95 +170,94 @@ class _Stages:
             if param.position in present
             for matrix in matrices
         ]
-        self.owned = [(param, matrix) for param, matrix, _ in self.held if matrix.owner == of.rank]
+        owned = [(param, matrix) for param, matrix, _ in self.held if matrix.owner == rank]
+        ends = [*itertools.accumulate((matrix.numel for _, matrix in owned), initial=0)]
+        self.whole = self.like.new_empty(ends.pop())
+        self.owned = [(*pair, offset) for pair, offset in zip(owned, ends, strict=True)]
         self._begin(
-            lambda rank: [
-                matrix.pieces[of.rank].of_local(direction)
+            (
+                (matrix.owner, matrix.pieces[rank].of_local(direction))
                 for _, matrix, direction in self.held
-                if matrix.owner == rank and of.rank in matrix.senders
-            ],
-            lambda rank: [m.pieces[rank].numel for _, m in self.owned if rank in m.senders],
+                if rank in matrix.senders
+            ),
+            (
+                (source, matrix.pieces[source].of_whole(self.whole, offset))
+                for _, matrix, offset in self.owned
+                for source in matrix.senders
+            ),
         )
 
     def orthogonalize(self) -> None:
         """Has the owner orthogonalize what arrives, and sends it back."""
-        offsets = [0]
-        for _, matrix in self.owned:
-            offsets.append(offsets[-1] + matrix.numel)
-        whole = self.like.new_empty(offsets.pop())
-        owned = [(*pair, offset) for pair, offset in zip(self.owned, offsets, strict=True)]
-        self._end(
-            [
-                matrix.pieces[rank].of_whole(whole, offset)
-                for rank in self.of.ranks
-                for _, matrix, offset in owned
-                if rank in matrix.senders
-            ]
-        )
+        self._end()
         by_settings: dict[tuple[Any, ...], list[Any]] = {}
-        for param, _, offset in owned:
+        for param, _, offset in self.owned:
             blocks = by_settings.setdefault(param.settings, [])
             blocks += [(first + offset, *block) for first, *block in param.blocks]
         for settings, blocks in by_settings.items():
-            _C.orthogonalize_(whole, blocks, *settings)
+            _C.orthogonalize_(self.whole, blocks, *settings)
+        rank = self.of.rank
         self._begin(
-            lambda rank: [
-                matrix.pieces[rank].of_whole(whole, offset)
-                for _, matrix, offset in owned
+            (
+                (other, piece.of_whole(self.whole, offset))
+                for _, matrix, offset in self.owned
+                for other, piece in matrix.pieces.items()
+            ),
+            (
+                (matrix.owner, matrix.pieces[rank].of_local(direction))
+                for _, matrix, direction in self.held
                 if rank in matrix.pieces
-            ],
-            lambda rank: [
-                matrix.pieces[self.of.rank].numel
-                for _, matrix, _ in self.held
-                if matrix.owner == rank and self.of.rank in matrix.pieces
-            ],
+            ),
         )
+        del self.whole
 
     def take_back(self) -> None:
         """Waits for this rank's pieces, which replace its directions."""
-        rank = self.of.rank
-        self._end(
-            [
-                matrix.pieces[rank].of_local(direction)
-                for owner in self.of.ranks
-                for _, matrix, direction in self.held
-                if matrix.owner == owner and rank in matrix.pieces
-            ]
-        )
+        self._end()
 
     def _begin(
-        self, sent_to: Callable[[int], list[Tensor]], received_from: Callable[[int], list[int]]
+        self, sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]]
     ) -> None:
-        """Begins an all-to-all of pieces: of what is sent to a rank, and of these sizes from it."""
+        """Begins an all-to-all of pieces, each with the rank to which or from which it goes.
+
+        Sender and receiver list the pieces between them in the order of the plan.
+        """
         if not self.held:
             return
         of = self.of
-        sent = [sent_to(rank) for rank in of.ranks]
-        device = comm_device(of.group, of.device)
+        out, into = self._by_rank(sent), self._by_rank(received)
+        device, width = comm_device(of.group, of.device), self.like.itemsize
         # Kept until the transfer has ended. Bytes: gloo does not send every dtype.
-        pieces = [self.like, *(piece.reshape(-1) for own in sent for piece in own)]
+        pieces = [self.like, *(piece.reshape(-1) for own in out for piece in own)]
         self._sent = moved(torch.cat(pieces), device)
-        self._sizes = [size for rank in of.ranks for size in received_from(rank)]
-        self._received = torch.empty(sum(self._sizes), dtype=self.like.dtype, device=device)
-        width = self.like.itemsize
+        self._targets = [piece for own in into for piece in own]
+        sizes = [width * sum(piece.numel() for piece in own) for own in into]
+        self._received = torch.empty(sum(sizes) // width, dtype=self.like.dtype, device=device)
         with collective(_WHAT):
             self._work = dist.all_to_all_single(
                 self._received.view(torch.uint8),
                 self._sent.view(torch.uint8),
-                [width * sum(received_from(rank)) for rank in of.ranks],
-                [width * sum(piece.numel() for piece in own) for own in sent],
+                sizes,
+                [width * sum(piece.numel() for piece in own) for own in out],
                 group=of.group,
                 async_op=True,
             )
 
-    def _end(self, pieces: list[Tensor]) -> None:
-        """Waits for the all-to-all, and copies what arrived to pieces, in the order of ranks."""
+    def _by_rank(self, pieces: Iterable[tuple[int, Tensor]]) -> list[list[Tensor]]:
+        by_rank: list[list[Tensor]] = [[] for _ in self.of.ranks]
+        for rank, piece in pieces:
+            by_rank[rank].append(piece)
+        return by_rank
+
+    def _end(self) -> None:
+        """Waits for the all-to-all under way, and copies what arrived to its places."""
         if not self.held:
             return
         with collective(_WHAT):
             wait(self._work)
-        arrived = moved(self._received, self.of.device).split_with_sizes(self._sizes)
-        if pieces:
-            views = [a.view(p.shape) for a, p in zip(arrived, pieces, strict=True)]
-            torch._foreach_copy_(pieces, views)
-        del self._sent, self._received, self._work
+        if targets := self._targets:
+            sizes = [piece.numel() for piece in targets]
+            arrived = moved(self._received, self.of.device).split_with_sizes(sizes)
+            views = [a.view(piece.shape) for a, piece in zip(arrived, targets, strict=True)]
+            torch._foreach_copy_(targets, views)
+        del self._sent, self._received, self._targets, self._work

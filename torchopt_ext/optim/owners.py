@@ -1,15 +1,16 @@
 """Which rank orthogonalizes each matrix of which ranks hold parts, and in which exchange."""
 
-import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchopt_ext.state.algorithms import algorithm_of
+from torchopt_ext.state.collective import compared
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.matrices import (
     SETTINGS,
@@ -94,7 +95,7 @@ def digest_of(by_part: Mapping[int, list[Exchange]]) -> int:
         for part, exchanges in by_part.items() for exchange in exchanges
         for param, matrices in exchange
     ]  # fmt: skip
-    return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    return compared(plan)
 
 
 def groups_of_cut(optimizer: Any) -> dict[int, Any]:
@@ -134,20 +135,20 @@ def plan_exchanges(
             matrices.append(SharedMatrix(numel, pieces, owner, senders))
         chosen.append((param, matrices))
     by_part: dict[int, list[Exchange]] = {}
-    for pair in chosen:
-        exchanges = by_part.setdefault(pair[0].part, [])
-        if not (exchanges and _has_room(exchanges[-1], pair[0], params, len(number))):
+    totals: Counter[int] = Counter()
+    for param in params:
+        totals[param.part] += param.numel
+    held = 0  # by the last exchange
+    for param, matrices in sorted(chosen, key=lambda pair: pair[0].part):
+        exchanges = by_part.setdefault(param.part, [])
+        least = math.ceil(totals[param.part] / LEAST)
+        most = min(BYTES // param.dtype.itemsize * len(ranks), least)
+        has_room = exchanges and held + param.numel <= most
+        if not (has_room and exchanges[-1][0][0].dtype == param.dtype):
             exchanges.append([])
-        exchanges[-1].append(pair)
+            held = 0
+        exchanges[-1].append((param, matrices))
+        held += param.numel
     for exchange in itertools.chain(*by_part.values()):
         exchange.sort(key=lambda pair: pair[0].position)
     return by_part
-
-
-def _has_room(
-    exchange: Exchange, param: SharedParam, params: Iterable[SharedParam], ranks: int
-) -> bool:
-    total = sum(other.numel for other in params if other.part == param.part)
-    most = min(BYTES // param.dtype.itemsize * ranks, math.ceil(total / LEAST))
-    held = sum(other.numel for other, _ in exchange)
-    return held + param.numel <= most and exchange[0][0].dtype == param.dtype

@@ -6,7 +6,6 @@ JSON: unlike pickle, reading it runs no code. None, bool, int, float, str and li
 Any other value is an object with one key that names its type, e.g. ``{"tuple": [1, 2]}``.
 """
 
-import hashlib
 import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from torchopt_ext.state.collective import (
     all_gather_text,
     collective,
     comm_device,
+    compared,
     raise_together,
     wait,
 )
@@ -92,8 +92,7 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
     """
     purpose = f"comparing the {what} of the ranks"
     text = json.dumps(list(descriptions))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    mine = torch.tensor([len(descriptions), int.from_bytes(digest, "little", signed=True)])
+    mine = torch.tensor([len(descriptions), compared(text)])
     first, *others = all_gather(mine, group, purpose)
     if all(torch.equal(first, other) for other in others):
         return
