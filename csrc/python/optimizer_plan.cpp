@@ -123,6 +123,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
   std::vector<std::vector<EntryObjects>> objects(part_devices.size());
   std::vector<std::vector<Followed>> followed(part_devices.size());
   std::vector<std::vector<int64_t>> positions(part_devices.size());
+  std::vector<const PyObject*> used;
   for (size_t i = 0; i < params.size(); ++i) {
     const auto& [held, local, group, name, number, part, place, copied, matrices,
                  number_of_exchange] = params[i];
@@ -148,6 +149,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       if (local[k].is_none()) {
         continue;
       }
+      used.push_back(held[k].ptr());
       entry.tensors[k] = THPVariable_Unpack(local[k].ptr());
       if (const LocalPath path = local_path(held[k], local[k]); path.empty()) {
         its.local[k] = local[k].ptr();
@@ -160,8 +162,10 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     entries[part].push_back(std::move(entry));
   }
   for (const py::handle param : idle) {
+    used.push_back(param.ptr());
     idle_.push_back({ParamIdentity(param), !THPVariable_Unpack(param.ptr()).requires_grad()});
   }
+  snapshot_.expect(used);
   for (size_t i = 0; i < entries.size(); ++i) {
     std::vector<bool> uses_group(param_groups.size());
     for (const StepPlan::Entry& entry : entries[i]) {

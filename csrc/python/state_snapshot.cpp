@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <unordered_set>
 
 #include "plan/for_each_entry.h"
 
@@ -143,6 +144,15 @@ StateSnapshot::StateSnapshot(const py::list& param_groups, const py::dict& state
   }
 }
 
+void StateSnapshot::expect(const std::vector<const PyObject*>& used) {
+  std::unordered_set<const void*> present(in_groups_.begin(), in_groups_.end());
+  for (const Values& values : values_) {
+    present.insert(values.begin(), values.end());
+  }
+  outdated_ =
+      !std::ranges::all_of(used, [&](const PyObject* object) { return present.contains(object); });
+}
+
 StateSnapshot::Values StateSnapshot::values_of(PyObject* dict) {
   Values values{};
   PyObject* name = nullptr;
@@ -179,7 +189,8 @@ bool StateSnapshot::matches(const py::list& param_groups, const py::dict& state)
   const auto is_next = [&](const void* pointer) {
     return i < in_groups_.size() && in_groups_[i++] == pointer;
   };
-  if (!walk_groups(param_groups, is_next) || i != in_groups_.size() || !state_matches(state)) {
+  if (outdated_ || !walk_groups(param_groups, is_next) || i != in_groups_.size() ||
+      !state_matches(state)) {
     return false;
   }
   for (i = 0; i < entries_.size(); ++i) {

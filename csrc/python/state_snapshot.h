@@ -22,6 +22,10 @@ class StateSnapshot {
   // param_groups: list of dicts with a list under "params"; state: dict of dicts.
   StateSnapshot(const pybind11::list& param_groups, const pybind11::dict& state);
 
+  // Another thread may have replaced an object between the caller's read and the snapshot. If one
+  // of `used` is neither in the groups nor in the state, no state matches the snapshot.
+  void expect(const std::vector<const PyObject*>& used);
+
   bool matches(const pybind11::list& param_groups, const pybind11::dict& state);
 
  private:
@@ -42,6 +46,7 @@ class StateSnapshot {
   bool state_matches(const pybind11::dict& state);
   static Values values_of(PyObject* dict);
 
+  bool outdated_ = false;
   uint64_t state_version_ = 0;
   std::vector<const void*> in_groups_;
   std::vector<pybind11::object> settings_;  // owned: another value must not get the address of one

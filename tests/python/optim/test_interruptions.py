@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.optim import gradients
+from torchopt_ext.optim import gradients, param_states
 
 from ...support.compare import assert_same_bits, unchanged
 from ...support.problems import make_params, params_of, set_gradients, train
@@ -91,6 +91,28 @@ def test_another_thread_may_replace_state_during_a_step(size: int) -> None:
     ended.set()
     thread.join()
     assert all(param.isfinite().all() for param in params_of(optimizer))
+
+
+def test_state_replaced_while_a_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = (FusedAdamW(make_params([(1000,)] * 2)) for _ in range(2))
+    for optimizer in (ours, plain):
+        train(optimizer, [0])
+        for state in optimizer.state.values():  # so that the next step builds a plan
+            state["exp_avg"] = state["exp_avg"].clone()
+    build = param_states.OptimizerPlan
+
+    def replace_and_build(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        for state in ours.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        return build(*args, **options)
+
+    monkeypatch.setattr(param_states, "OptimizerPlan", replace_and_build)
+    for optimizer in (ours, plain):
+        train(optimizer, [1])
+    assert param_states.OptimizerPlan is build
+    assert_same_bits(params_of(ours), params_of(plain))
+    assert_same_bits(*([state["exp_avg"] for state in o.state.values()] for o in (ours, plain)))
 
 
 def test_threads_stepping_one_optimizer_do_not_corrupt_it() -> None:
