@@ -131,14 +131,15 @@ def main() -> None:
     parser = harness.parser(__doc__, "bench-muon", rounds=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action="store_true", help="also with bf16 products")
+    parser.add_argument("--sets", nargs="+", choices=sets(quick=True), help="all by default")
     options = parser.parse_args()
     about = harness.start(options, options.threads)
-    shapes = sets(options.quick)
+    shapes = {k: v for k, v in sets(options.quick).items() if k in (options.sets or [k])}
     builds = [partial(build, name, *its, options.bf16) for name, its in shapes.items()]
     builds += [partial(build_dion, name, *its) for name, its in shapes.items()]
     rows, missing = harness.measure(builds, options.rounds)
     targets = []
-    for name, bound in zip(shapes, (2.5, 8.0, 8.0, 20.0), strict=True):
+    for name, bound in zip(sets(quick=True), (2.5, 8.0, 8.0, 20.0), strict=True):
         row = find(rows, name, CLIP, OURS)
         times = row and row["times_as_fast_as"][TORCH]
         targets.append(target_line(f"{name}: times as fast", times, bound))

@@ -95,7 +95,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return inner_optimizer(inner)
 
 
-def expect_group(process_group: Any) -> None:
+def expect_group(process_group: Any, name: str = "process_group") -> None:
     """Rejects values that are neither None nor a process group, such as a mesh dimension's name.
 
     Raises:
@@ -104,6 +104,6 @@ def expect_group(process_group: Any) -> None:
     if process_group is None or isinstance(process_group, torch.distributed.ProcessGroup):
         return
     raise TypeError(
-        f"process_group is {process_group!r:.200}, expected a torch.distributed.ProcessGroup that "
+        f"{name} is {process_group!r:.200}, expected a torch.distributed.ProcessGroup that "
         f"has this rank"
     )

@@ -86,7 +86,11 @@ class Run:
     """An optimizer over whole tensors, or over DTensors with the same values and gradients."""
 
     def __init__(
-        self, place: Callable[[Tensor], Tensor] = lambda t: t, way: str = "fp32", **more: Any
+        self,
+        place: Callable[[Tensor], Tensor] = lambda t: t,
+        way: str = "fp32",
+        build: Callable[..., Any] = FusedMuon,
+        **more: Any,
     ) -> None:
         dtype, options = WAYS[way]
         generator = torch.Generator().manual_seed(1)
@@ -96,9 +100,10 @@ class Run:
             self.params.append(nn.Parameter(place(value)))
             groups.append({"params": [self.params[-1]], **group})
         more = {"lr": 0.1, "max_grad_norm": 1.0} | options | more
-        self.optimizer = FusedMuon(groups, **more)
+        self.optimizer = build(groups, **more)
 
     def set_gradients(self, seed: int, without: tuple[int, ...] = ()) -> None:
+        self.optimizer.zero_grad()
         whole = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in self.params]
         set_gradients(whole, seed=seed)
         for i, (p, w) in enumerate(zip(self.params, whole, strict=True)):

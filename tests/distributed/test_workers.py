@@ -38,6 +38,8 @@ def worker(
         worker("fsdp", (2,)),
         worker("muon", (4, 2), NEWEST, seconds=300),
         worker("muon", (3, 1), NEWEST, SLOW, seconds=300),
+        worker("muon_zero", (2,), NEWEST, seconds=300),
+        worker("muon_zero", (1, 3, 4), NEWEST, SLOW, seconds=300),
         worker("mixed_precision", (4, 2, 1), NEWEST, seconds=240),
         worker("quantized", (2, 3), NEWEST, seconds=250),
         worker("state_dicts", (2,), NEWEST),

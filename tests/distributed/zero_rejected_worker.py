@@ -474,10 +474,19 @@ def wrong_local_optimizers() -> None:
     with raises(ValueError, "give state_dtype to ZeroRedundancyOptimizer"):
         ZeroRedundancyOptimizer(layers(4).parameters(), lambda params, **options: make(params))
     for sharded in (False, True):  # each rank would have half of the rows
-        with raises(ValueError, "is of Muon, which needs whole matrices", "partition='greedy'"):
+        with raises(ValueError, "is of Muon, whose matrices", "give the optimizer's class"):
             ZeroRedundancyOptimizer(
-                parameters([(64, 70)]), FusedMuon, partition="balanced", sharded_gradients=sharded
-            )
+                parameters([(64, 70)]), lambda params: FusedMuon(params), partition="balanced",
+                elementwise=True, sharded_gradients=sharded,
+            )  # fmt: skip
+    with raises(ValueError, "NorMuon needs whole matrices on each rank"):
+        zero = ZeroRedundancyOptimizer(
+            parameters([(64, 70)]), FusedMuon, partition="balanced", beta2=0.9
+        )
+        zero.step()
+    with raises(ValueError, "needs contiguous parameters"):
+        across = torch.ones(70, 64).t().requires_grad_()
+        ZeroRedundancyOptimizer([across], FusedMuon, partition="balanced")
     weights = layers(2).to(BF16)
     zero = zero_over(weights.named_parameters(), master_weights="fp32")
     some = {"0.weight": torch.ones(70, 70)}

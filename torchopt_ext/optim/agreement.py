@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchopt_ext.optim.owners import number_of
 from torchopt_ext.state.collective import all_gather, all_gather_text, compared
 from torchopt_ext.state.params import named_group_params, params_of
 
@@ -46,7 +47,7 @@ def agree_on_matrices(optimizers: Sequence[Any], *, rejects: bool = False) -> No
         raise RuntimeError(problems[0])
     for optimizer in () if rejects else optimizers:
         has = _has_gradient(optimizer, *groups)
-        optimizer.exchangers.present = {position for position, it_has in has.items() if it_has}
+        optimizer.exchangers.present = {number for number, it_has in has.items() if it_has}
 
 
 def _gathered(group: Any, *numbers: int) -> list[list[int]]:
@@ -61,9 +62,14 @@ def _rejected(group: Any, rejecting: list[int]) -> str:
 
 
 def _has_gradient(optimizer: Any, *groups: Any) -> dict[int, bool]:
-    """Returns whether parameters that ranks of the groups share have a gradient, by position."""
+    """Returns whether parameters that ranks of the groups share have a gradient, by number."""
     params, shared = params_of(optimizer), optimizer.exchange_groups
-    return {at: params[at].grad is not None for at, group in shared.items() if group in groups}
+    has = [
+        (number_of(params[at], at), params[at].grad is not None)
+        for at, group in shared.items()
+        if group in groups
+    ]
+    return {number: (number, True) in has for number, _ in has}
 
 
 def _digest(optimizers: Sequence[Any], group: Any) -> int:
@@ -75,7 +81,8 @@ def _difference(optimizers: Sequence[Any], group: Any) -> str:
     """Returns how the ranks of a group differ; all of them call this."""
     has = {}
     for number, optimizer in enumerate(optimizers):
-        names = [name for _, _, name, _ in named_group_params(optimizer)]
+        named = enumerate(named_group_params(optimizer))
+        names = {number_of(param, at): name for at, (_, _, name, param) in named}
         for position, it_has in _has_gradient(optimizer, group).items():
             numbered = f"{position} of optimizer {number}" if number else f"{position}"
             has[names[position] or numbered] = it_has

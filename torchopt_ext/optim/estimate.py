@@ -30,7 +30,12 @@ from torchopt_ext.state.algorithms import (
 )
 from torchopt_ext.state.by_row import row_shape
 from torchopt_ext.state.entries import MASTERS
-from torchopt_ext.state.matrices import direction_dtype, fix_settings, newton_schulz_flops
+from torchopt_ext.state.matrices import (
+    OPERATIONS,
+    direction_dtype,
+    fix_settings,
+    newton_schulz_flops,
+)
 from torchopt_ext.state.pieces import is_stack
 from torchopt_ext.state.quantized import groups_before
 from torchopt_ext.state.storage import MASTER, MasterWeights, StateDtype, Storage
@@ -222,11 +227,10 @@ def estimate(
         if found := storage.problem(param):
             raise ValueError(f"parameter {name or number} {found}")
         costs[param] = _cost(param, name or number, group, grad_dtype, storage, norm)
-        if world_size > 1 and algorithm_of(group).steps_matrices:
-            _reject_cut(param, name or number, group, sharding)
-            if sharding == "fsdp" and not is_stack(group, param):
-                owned.append((costs[param].flops, direction_dtype(group, param), param.numel()))
-                costs[param] = replace(costs[param], flops=0)
+        is_shared = world_size > 1 and algorithm_of(group).steps_matrices
+        if is_shared and _cuts(param, name or number, group, sharding):
+            owned.append((costs[param].flops, direction_dtype(group, param), param.numel()))
+            costs[param] = replace(costs[param], flops=0)
     tensors = [[param for _, param in members] for _, members in groups]
     shares = SHARDINGS[sharding](tensors, world_size, _Options(costs, bucket_elements))
     flops = [of for of, _, _ in owned]
@@ -241,8 +245,8 @@ def estimate(
     sent = {
         "ddp": 2 * gradients,
         "zero1": 2 * gradients + returned,
-        "balanced": gradients + returned,
-        "zero2": gradients + returned,
+        "balanced": gradients + returned + exchanged,
+        "zero2": gradients + returned + exchanged,
         "fsdp": gradients + 2 * weights + exchanged,
     }[sharding]
 
@@ -328,15 +332,20 @@ def _cost(
     )
 
 
-def _reject_cut(param: Tensor, what: str | int, group: Mapping[str, Any], sharding: str) -> None:
-    """Raises CutMatricesError if a sharding over several ranks cuts matrices that must be whole."""
-    whole = is_stack(group, param) or not group.get("beta2")
-    if sharding in ("ddp", "zero1") or (sharding == "fsdp" and whole):
-        return
+def _cuts(param: Tensor, what: str | int, group: Mapping[str, Any], sharding: str) -> bool:
+    """Returns whether a sharding over several ranks cuts matrices.
+
+    Raises:
+        CutMatricesError: it does, and they must be whole.
+    """
+    if sharding in ("ddp", "zero1") or (sharding == "fsdp" and is_stack(group, param)):
+        return False
+    if not group.get("beta2"):
+        return True
     called = repr(what) if isinstance(what, str) else f"parameter {what}"
     raise CutMatricesError(
         f"{called} of shape {tuple(param.shape)} is cut with sharding={sharding!r}: expected 'ddp' "
-        "or 'zero1', or 'fsdp' without beta2 (NorMuon)"
+        "or 'zero1', or no beta2 (NorMuon)"
     )
 
 
@@ -395,10 +404,11 @@ def _greedy(groups: _ByGroup, world_size: int, options: _Options) -> _Shares:
     shares, loads = _Shares(options, world_size), [0] * world_size
     for params in groups:
         trained = [p for p in params if p.requires_grad]
-        owners = ops.partition_greedy([p.numel() for p in trained], world_size, loads)
-        for param, owner in zip(trained, owners, strict=True):
+        sizes = [OPERATIONS * p.numel() + options.costs[p].flops for p in trained]
+        owners = ops.partition_greedy(sizes, world_size, loads)
+        for param, owner, size in zip(trained, owners, sizes, strict=True):
             shares.add(param, owner, (0, param.numel()))
-            loads[owner] += param.numel()
+            loads[owner] += size
     return shares
 
 

@@ -31,12 +31,12 @@ class Exchangers:
 
     Args:
         params: those whose matrices are cut.
-        groups: the process groups of such parameters, by position.
+        groups: the process groups of such parameters, by their tensors' positions.
         devices: the device of each part of the plan.
-        planned: the positions of the parameters in the plan; others have no state yet.
+        planned: the positions of the tensors in the plan; others have no state yet.
 
     Attributes:
-        present: positions of the parameters that have a gradient in this step, on all ranks.
+        present: numbers of the parameters that have a gradient in this step, on all ranks.
         digests: a number for each group, which differs where ranks have other exchanges.
     """
 
@@ -50,8 +50,8 @@ class Exchangers:
         self.present: Collection[int] = ()
         self.groups, self.digests = groups, {}
         self._parts: dict[int, Exchanger] = {}
-        for group in dict.fromkeys(groups[param.position] for param in params):
-            own = [param for param in params if groups[param.position] is group]
+        for group in dict.fromkeys(groups[param.positions[0]] for param in params):
+            own = [param for param in params if groups[param.positions[0]] is group]
             by_part = plan_exchanges(own, dist.get_process_group_ranks(group))
             self.digests[group] = digest_of(by_part)
             for part, exchanges in by_part.items():
@@ -60,12 +60,13 @@ class Exchangers:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """The number of each parameter's exchange, by position."""
+        """The number of each tensor's exchange, by position."""
         return {
-            param.position: number
+            position: number
             for part in self._parts.values()
             for number, exchange in enumerate(part.exchanges)
             for param, _ in exchange
+            for position in param.positions
         }
 
     def __call__(self, part: int, average: Any, apply: Any) -> int:
@@ -79,7 +80,7 @@ class Exchanger:
         exchanges: as :func:`torchopt_ext.optim.owners.plan_exchanges` returns them.
         group: the ranks that share the matrices.
         device: of the parameters.
-        planned: the positions of the parameters in the plan.
+        planned: the positions of the tensors in the plan.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Exchanger:
         """Runs all exchanges, up to three at a time: the products of one hide the next transfer.
 
         Args:
-            present: positions of the parameters that have a gradient, the same on all ranks.
+            present: numbers of the parameters that have a gradient, the same on all ranks.
             average, apply: as csrc/plan/orthogonal_update.h has them.
 
         Returns:
@@ -127,7 +128,7 @@ class Exchanger:
         except Exception as error:
             done, begun = (
                 [param.called for exchange in self.exchanges[first:last]
-                 for param, _ in exchange if param.position in present]
+                 for param, _ in exchange if param.number in present]
                 for first, last in ((0, applied), (applied, averaged))
             )  # fmt: skip
             raise RuntimeError(
@@ -138,20 +139,24 @@ class Exchanger:
         return sum(len(param.blocks) for stage in stages for param, _, _ in stage.held)
 
     def _is_planned(self, number: int) -> bool:
-        return any(param.position in self.planned for param, _ in self.exchanges[number])
+        return bool(self._planned_positions(self.exchanges[number]))
+
+    def _planned_positions(self, exchange: Exchange) -> list[int]:
+        return [at for param, _ in exchange for at in param.positions if at in self.planned]
 
     def _begun(self, number: int, average: Any, present: Collection[int]) -> "_Stages":
         exchange = self.exchanges[number]
-        planned = [param.position for param, _ in exchange if param.position in self.planned]
+        planned = self._planned_positions(exchange)
         found = dict(zip(planned, average(number) if planned else (), strict=True))
-        return _Stages(self, exchange, [found.get(p.position) for p, _ in exchange], present)
+        directions = [[found.get(at) for at in param.positions] for param, _ in exchange]
+        return _Stages(self, exchange, directions, present)
 
 
 class _Stages:
     """One exchange of one step.
 
     Attributes:
-        held: parameters with a gradient, one of their matrices, and the direction of the shard.
+        held: parameters with a gradient, one of their matrices, and the directions of the tensors.
         owned: those of this rank, with the places of the matrices in ``whole``.
     """
 
@@ -159,15 +164,15 @@ class _Stages:
         self,
         of: Exchanger,
         exchange: Exchange,
-        directions: Sequence[Tensor | None],
+        directions: Sequence[Sequence[Tensor | None]],
         present: Collection[int],
     ) -> None:
         self.of, rank = of, of.rank
         self.like = torch.empty(0, dtype=exchange[0][0].dtype, device=of.device)
         self.held = [
-            (param, matrix, self.like if direction is None else direction)
-            for (param, matrices), direction in zip(exchange, directions, strict=True)
-            if param.position in present
+            (param, matrix, [self.like if one is None else one for one in its_directions])
+            for (param, matrices), its_directions in zip(exchange, directions, strict=True)
+            if param.number in present
             for matrix in matrices
         ]
         owned = [(param, matrix) for param, matrix, _ in self.held if matrix.owner == rank]
@@ -176,14 +181,16 @@ class _Stages:
         self.owned = [(*pair, offset) for pair, offset in zip(owned, ends, strict=True)]
         self._begin(
             (
-                (matrix.owner, matrix.pieces[rank].of_local(direction))
-                for _, matrix, direction in self.held
+                (matrix.owner, piece.of_local(of_shard[piece.tensor]))
+                for _, matrix, of_shard in self.held
                 if rank in matrix.senders
+                for piece in matrix.pieces[rank]
             ),
             (
-                (source, matrix.pieces[source].of_whole(self.whole, offset))
+                (source, piece.of_whole(self.whole, offset))
                 for _, matrix, offset in self.owned
                 for source in matrix.senders
+                for piece in matrix.pieces[source]
             ),
         )
 
@@ -201,12 +208,13 @@ class _Stages:
             (
                 (other, piece.of_whole(self.whole, offset))
                 for _, matrix, offset in self.owned
-                for other, piece in matrix.pieces.items()
+                for other, pieces in matrix.pieces.items()
+                for piece in pieces
             ),
             (
-                (matrix.owner, matrix.pieces[rank].of_local(direction))
-                for _, matrix, direction in self.held
-                if rank in matrix.pieces
+                (matrix.owner, piece.of_local(of_shard[piece.tensor]))
+                for _, matrix, of_shard in self.held
+                for piece in matrix.pieces.get(rank, ())
             ),
         )
         del self.whole

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from torchopt_ext._arguments import expect_group
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.options import StepArguments, with_options
@@ -43,6 +44,9 @@ class FusedMuon(FusedOptimizer):
         orthogonalize: a function that takes the directions of matrices of one shape, [batch, rows,
             columns], and returns what replaces them, instead of the iterations. An error in it
             leaves some of the parameters stepped.
+        orthogonalize_over: the process group of ranks with equal parameters and gradients, such as
+            DDP's, which then divide the matrices among them. By default each orthogonalizes all.
+            Parameters that are DTensors, or not contiguous, are left out.
         adjust_lr_fn: "original" (None), "match_rms_adamw", "spectral_unclamped", or a function that
             takes rows and columns and returns a factor.
         **options, and errors: as in :class:`FusedOptimizer`.
@@ -67,6 +71,7 @@ class FusedMuon(FusedOptimizer):
         beta2: float = 0.0,
         orthogonalize_dtype: torch.dtype | None = None,
         orthogonalize: Callable[[Tensor], Tensor] | None = None,
+        orthogonalize_over: Any = None,
         **options: Unpack[StepArguments],
     ) -> None:
         defaults: dict[str, Any] = {
@@ -79,4 +84,6 @@ class FusedMuon(FusedOptimizer):
             "orthogonalize": orthogonalize,
         }  # fmt: skip
         defaults |= {key: value for key, value in more.items() if value}  # torch's groups lack them
+        expect_group(orthogonalize_over, "orthogonalize_over")
+        self.orthogonalize_over = orthogonalize_over
         self._build(params, {"algorithm": "muon", **defaults}, options)

@@ -382,22 +382,27 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """Returns an optimizer with the same groups and state, as torch's copies have."""
         copied = type(self).__new__(type(self))
         copied.__setstate__(self._portable_state() | {"state": self.state})
-        copied.process_group = self.process_group
+        copied._join_ranks_of(self)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self._portable_state(), memo))
-        copied.process_group = self.process_group
+        copied._join_ranks_of(self)
         return copied
 
+    def _join_ranks_of(self, other: Self) -> None:
+        self.process_group = other.process_group
+        self.orthogonalize_over = other.orthogonalize_over
+
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
-            raise TypeError(
-                f"a {type(self).__name__} with a process_group cannot be pickled: its ranks exist "
-                f"in this run only; save its state_dict()"
-            )
+        for name in ("process_group", "orthogonalize_over"):
+            if getattr(self, name) is not None:
+                raise TypeError(
+                    f"a {type(self).__name__} with {name} cannot be pickled: its ranks exist in "
+                    f"this run only; save its state_dict()"
+                )
         portable = self._portable_state()
         # A process that torch.multiprocessing starts opens shared memory later: keep the copies.
         entries = [entry for entry in portable["state"].values() if isinstance(entry, dict)]

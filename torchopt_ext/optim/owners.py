@@ -1,14 +1,15 @@
-"""Which rank orthogonalizes each matrix of which ranks hold parts, and in which exchange."""
+"""Which rank orthogonalizes each matrix that ranks share, and in which exchange."""
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.collective import compared
 from torchopt_ext.state.local import local_tensor
@@ -20,7 +21,16 @@ from torchopt_ext.state.matrices import (
     direction_dtype,
     flops_of,
 )
-from torchopt_ext.state.pieces import Piece, group_of_mesh, is_cut, pieces_of
+from torchopt_ext.state.params import named_group_params
+from torchopt_ext.state.pieces import (
+    Piece,
+    group_of_mesh,
+    is_cut,
+    marked_cut,
+    pieces_of,
+    replicated,
+    whole_shape,
+)
 
 BYTES = 16 << 20
 """Directions of an exchange on one rank: more than a network needs, few beside the weights."""
@@ -40,17 +50,19 @@ class SharedMatrix:
     """
 
     numel: int
-    pieces: Mapping[int, Piece]
+    pieces: Mapping[int, Sequence[Piece]]
     owner: int
     senders: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
 class SharedParam:
-    """A parameter whose matrices are cut.
+    """A parameter whose matrices ranks share.
 
     Attributes:
-        position, part: of the parameter in the optimizer and in its plan.
+        number: of the parameter, equal on all ranks.
+        positions: of this rank's tensors of the parameter in the optimizer.
+        part: of the parameter in the optimizer's plan.
         called: its name in messages.
         settings: coefficients, eps and what replaces the iterations, for _C.orthogonalize_.
         blocks: the blocks of each of its matrices that are orthogonalized.
@@ -58,7 +70,8 @@ class SharedParam:
         dtype: of its directions.
     """
 
-    position: int
+    number: int
+    positions: list[int]
     part: int
     called: str
     settings: tuple[Any, ...]
@@ -66,21 +79,26 @@ class SharedParam:
     flops: int
     dtype: torch.dtype
     numel: int
-    pieces: list[dict[int, Piece]]  # of each matrix, by rank of the default group
-    replicas: dict[int, int]
+    pieces: list[dict[int, Sequence[Piece]]]  # of each matrix, by rank of the default group
+    replicas: Mapping[int, int]
 
     @classmethod
     def of(
-        cls, position: int, part: int, group: Mapping[str, Any], param: Any, called: str
+        cls, position: int, part: int, group: Mapping[str, Any], param: Any, called: str, ranks: Any
     ) -> "SharedParam":
         values = {**SETTINGS, **group}
         triples = tuple(coefficients_of(values))
         settings = triples, float(values["eps"]), group.get("orthogonalize")
         blocks = tuple(blocks_of(group, param, called))
         dtype = direction_dtype(group, local_tensor(param))
-        pieces = pieces_of(group, param, called)
-        work = flops_of(blocks, group)
-        return cls(position, part, called, settings, blocks, work, dtype, param.numel(), *pieces)
+        work, numel = flops_of(blocks, group), math.prod(whole_shape(param))
+        if is_cut(group, param):
+            pieces, replicas = pieces_of(group, param, called)
+        else:
+            pieces, replicas = replicated(group, param, ranks)
+        number = number_of(param, position)
+        own = number, [position], part, called
+        return cls(*own, settings, blocks, work, dtype, numel, pieces, replicas)
 
 
 Exchange = list[tuple[SharedParam, list[SharedMatrix]]]
@@ -90,7 +108,7 @@ Exchange = list[tuple[SharedParam, list[SharedMatrix]]]
 def digest_of(by_part: Mapping[int, list[Exchange]]) -> int:
     """Returns a number that differs on ranks that would not exchange the same directions."""
     plan = [
-        (part, param.position, str(param.dtype), param.settings[:2], param.blocks, param.numel,
+        (part, param.number, str(param.dtype), param.settings[:2], param.blocks, param.numel,
          [(matrix.owner, sorted(matrix.pieces.items())) for matrix in matrices])
         for part, exchanges in by_part.items() for exchange in exchanges
         for param, matrices in exchange
@@ -98,14 +116,52 @@ def digest_of(by_part: Mapping[int, list[Exchange]]) -> int:
     return compared(plan)
 
 
-def groups_of_cut(optimizer: Any) -> dict[int, Any]:
-    """Returns the process groups of parameters whose matrices are cut, by position."""
+def number_of(param: Any, position: int) -> int:
+    """Returns the number that a parameter has on all ranks."""
+    cut = marked_cut(param)
+    return position if cut is None else cut.number
+
+
+def groups_of_shared(optimizer: Any) -> dict[int, Any]:
+    """Returns the process groups of parameters whose matrices ranks share, by position."""
     pairs = [(group, param) for group in optimizer.param_groups for param in group["params"]]
-    return {
-        position: group_of_mesh(param.device_mesh)
+    found = {
+        position: _group_of(group, param, optimizer.orthogonalize_over)
         for position, (group, param) in enumerate(pairs)
-        if algorithm_of(group).steps_matrices and is_cut(group, param)
+        if algorithm_of(group).steps_matrices
     }
+    return {position: group for position, group in found.items() if group is not None}
+
+
+def _group_of(group: Mapping[str, Any], param: Any, over: Any) -> Any:
+    if is_cut(group, param):
+        cut = marked_cut(param)
+        return group_of_mesh(param.device_mesh) if cut is None else cut.group
+    # Each rank orthogonalizes the other matrices that it has whole.
+    return over if param.is_contiguous() and not is_dtensor(param) else None
+
+
+def shared_params(
+    optimizer: Any, groups: Mapping[int, Any], part_of: Callable[[Any], int | None]
+) -> list[SharedParam]:
+    """Returns the parameters whose matrices ranks share, in the order of their numbers.
+
+    Args:
+        groups: as :func:`groups_of_shared` returns them.
+        part_of: returns the part of the plan in which a parameter is, None for none.
+    """
+    found: dict[int, SharedParam] = {}
+    for position, (_, group, name, param) in enumerate(named_group_params(optimizer)):
+        part = part_of(param) if position in groups else None
+        if part is None:
+            continue
+        if (number := number_of(param, position)) in found:
+            found[number].positions.append(position)
+        else:
+            called = repr(name) if name else f"parameter {position}"
+            ranks = groups[position]
+            found[number] = SharedParam.of(position, part, group, param, called, ranks)
+    return [found[number] for number in sorted(found)]
 
 
 def plan_exchanges(
@@ -127,7 +183,7 @@ def plan_exchanges(
         matrices = []
         numel = param.numel // max(1, len(param.pieces))
         for by_rank in filter(None, param.pieces):  # matrices may have no elements
-            pieces = {number[rank]: piece for rank, piece in by_rank.items()}
+            pieces = {number[rank]: its for rank, its in by_rank.items()}
             replicas = {number[rank]: param.replicas[rank] for rank in by_rank}
             work, elements, owner = min(loads[rank] for rank in pieces)
             loads[owner] = work + param.flops, elements + numel, owner
@@ -150,5 +206,5 @@ def plan_exchanges(
         exchanges[-1].append((param, matrices))
         held += param.numel
     for exchange in itertools.chain(*by_part.values()):
-        exchange.sort(key=lambda pair: pair[0].position)
+        exchange.sort(key=lambda pair: pair[0].number)
     return by_part

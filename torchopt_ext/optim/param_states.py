@@ -14,7 +14,7 @@ from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.owners import SharedParam, groups_of_cut
+from torchopt_ext.optim.owners import groups_of_shared, shared_params
 from torchopt_ext.state.algorithms import STATES, algorithm_of, without_codes
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
@@ -304,12 +304,8 @@ def build_plan(
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
     counted = options.stochastic_rounding
-    groups = groups_of_cut(optimizer)
-    shared = [
-        SharedParam.of(position, parts[part_of(param)], group, param, _called(name or position))
-        for position, (_, group, name, param) in enumerate(named_group_params(optimizer))
-        if position in groups and part_of(param) in parts
-    ]
+    groups = groups_of_shared(optimizer)
+    shared = shared_params(optimizer, groups, lambda param: parts.get(part_of(param)))
     planned = {position for position, *_ in stepped}
     exchangers = Exchangers(shared, groups, [device for device, _ in parts], planned)
     numbers = exchangers.numbers

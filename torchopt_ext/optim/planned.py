@@ -14,7 +14,7 @@ from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.owners import groups_of_cut
+from torchopt_ext.optim.owners import groups_of_shared
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
 from torchopt_ext.state.entries import CONTROL_KEY
@@ -48,6 +48,8 @@ class PlannedStep(Controlled, Optimizer):
     parameter_places: Mapping[Tensor, Place] = {}
     # Names for messages and telemetry if groups have no param_names: set by containers.
     parameter_names: Sequence[Sequence[str]] = ()  # of each group, "" for none
+    # The ranks that have equal parameters and divide the orthogonalization of their matrices.
+    orthogonalize_over: Any = None
     _storage: Storage
     _options: StepOptions
     _built: _Built | None = None
@@ -226,7 +228,7 @@ class PlannedStep(Controlled, Optimizer):
 
     @property
     def exchange_groups(self) -> Mapping[int, Any]:
-        return groups_of_cut(self) if self._built is None else self._built.exchangers.groups
+        return groups_of_shared(self) if self._built is None else self._built.exchangers.groups
 
     @property
     def exchangers(self) -> Exchangers:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch import Tensor
 from torchopt_ext._arguments import expect_bools, expect_counts, expect_numbers
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.newton_schulz import JORDAN, Triple, step_coefficients
-from torchopt_ext.state.pieces import is_cut, is_stack, pieces_of
+from torchopt_ext.state.pieces import (
+    is_cut,
+    marked_cut,
+    matrix_sizes,
+    pieces_of,
+    whole_shape,
+)
 
 Matrix = tuple[int, int, int, int, float]
 """First element, rows, columns and stride in storage order, and the factor of the learning rate."""
@@ -143,18 +149,14 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
     if param.is_complex():
         raise ValueError(f"{called} has dtype {param.dtype}; Muon does not support complex numbers")
     local = local_tensor(param)
-    shape = tuple(param.shape if is_cut(group, param) else local.shape)
-    if len(shape) > 1 and group.get("flatten"):
-        batch, rows, cols = 1, shape[0], math.prod(shape[1:])
-    elif len(shape) in (2, 3):
-        batch, rows, cols = math.prod(shape[:-2]), *shape[-2:]
-    else:
+    shape = whole_shape(param) if is_cut(group, param) else tuple(local.shape)
+    if not (len(shape) in (2, 3) or (len(shape) > 3 and group.get("flatten"))):
         raise ValueError(
             f"{called} has shape {shape}; Muon steps matrices (2 dimensions), batches of matrices "
             "(3), and with flatten=True convolutions, as matrices of the first dimension by the "
-            "others: put it into a group of another algorithm (torchopt_ext.muon_groups). "
-            "ZeroRedundancyOptimizer cuts matrices unless partition is 'greedy'"
+            "others: put it into a group of another algorithm (torchopt_ext.muon_groups)"
         )
+    batch, rows, cols = matrix_sizes(group, shape)
     blocks, factor = _blocks(group, rows, cols, called), _adjustment(group)
     if is_cut(group, param):
         return _rows_of_pieces(group, param, blocks, factor, called)
@@ -195,6 +197,12 @@ def direction_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
     return group.get("orthogonalize_dtype") or usual
 
 
+OPERATIONS = 1000
+"""Of matrix products, in the time of one element of pass B: about 200 on a CPU, 5,000 on an H100.
+
+Counted from memory's bandwidth and the rate of products."""
+
+
 def newton_schulz_flops(group: Mapping[str, Any], param: Tensor, what: str | int) -> int:
     """Returns the floating-point operations by which a step orthogonalizes a parameter's matrices.
 
@@ -221,8 +229,7 @@ def blocks_of(group: Mapping[str, Any], param: Tensor, called: str) -> list[Matr
 
     Learning rates are those of the ranks' rows, :func:`matrices_of`.
     """
-    shape = param.shape[1:] if is_stack(group, param) else param.shape
-    rows, cols = shape[0], math.prod(shape[1:])
+    _, rows, cols = matrix_sizes(group, whole_shape(param))
     return [
         (row * cols + column, height, width, cols, 1.0)
         for row, column, height, width in _blocks(group, rows, cols, called)
@@ -242,12 +249,13 @@ def _rows_of_pieces(
         raise ValueError(f"{called} is cut over ranks: NorMuon needs whole matrices on each rank")
     if not local.is_contiguous():
         raise ValueError(f"{called} has a local part with strides {local.stride()}, not contiguous")
-    rank = torch.distributed.get_rank()
+    rank, cut = torch.distributed.get_rank(), marked_cut(param)
+    tensor = 0 if cut is None else cut.tensor
+    by_matrix = [pieces.get(rank, ()) for pieces in pieces_of(group, param, called)[0]]
     found = []
-    for pieces in pieces_of(group, param, called)[0]:
-        if rank not in pieces:
+    for start, first, rows, run, stride, its_tensor in chain(*by_matrix):
+        if its_tensor != tensor:
             continue
-        start, first, rows, run, stride = pieces[rank]
         top = first // stride
         for row, column, height, width in blocks:
             low, high = max(row, top), min(row + height, top + rows)

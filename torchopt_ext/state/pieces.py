@@ -1,8 +1,9 @@
-"""The parts of a DTensor's matrices that the ranks of its mesh hold."""
+"""The parts of a parameter's matrices that ranks hold."""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
+from torchopt_ext.state.local import local_tensor
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Groups by their ranks, with the default group that there was."""
 
 
-class Piece(NamedTuple):
-    """What a rank holds of a matrix, one row after another from ``start`` in its local tensor.
+_CUT = "_torchopt_cut"
 
-    Element (i, j) is number ``first + i * stride + j`` of the whole matrix.
+
+class Piece(NamedTuple):
+    """What a rank holds of a matrix, one row after another from ``start`` in a local tensor.
+
+    Element (i, j) is number ``first + i * stride + j`` of the whole matrix. ``tensor`` is the
+    tensor's number among those that the rank has of the parameter.
     """
 
     start: int
@@ -26,6 +32,7 @@ class Piece(NamedTuple):
     rows: int
     run: int
     stride: int
+    tensor: int = 0
 
     @property
     def numel(self) -> int:
@@ -40,13 +47,58 @@ class Piece(NamedTuple):
         return flat[self.start : self.start + self.numel].view(self.rows, self.run)
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A parameter of whose matrices ranks hold parts that are no DTensors.
+
+    Attributes:
+        number: of the parameter, equal on all ranks.
+        tensor: which of this rank's tensors of the parameter it is.
+        shape: of the whole parameter.
+        group: the ranks' process group.
+        pieces: of each matrix, by rank of the default group, without ranks that hold none of it.
+        replicas: by rank, the number of the replica to which it belongs.
+    """
+
+    number: int
+    tensor: int
+    shape: tuple[int, ...]
+    group: Any
+    pieces: list[dict[int, Sequence[Piece]]]
+    replicas: Mapping[int, int]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cut":
+        return self
+
+    def mark(self, tensor: Tensor) -> None:
+        """Makes a tensor, which is not a DTensor, one of this rank's parts of the parameter."""
+        setattr(tensor, _CUT, self)
+
+
+def marked_cut(param: Tensor) -> Cut | None:
+    """Returns what :meth:`Cut.mark` has noted."""
+    return getattr(param, _CUT, None)
+
+
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the parameter of which ranks have parts."""
+    cut = marked_cut(param)
+    return tuple(param.shape) if cut is None else cut.shape
+
+
 def is_stack(group: Mapping[str, Any], param: Tensor) -> bool:
     """Returns whether a parameter of Muon is a batch of matrices, such as experts."""
-    return param.dim() == 3 and not group.get("flatten")
+    return _is_stack(group, whole_shape(param))
+
+
+def _is_stack(group: Mapping[str, Any], shape: Sequence[int]) -> bool:
+    return len(shape) == 3 and not group.get("flatten")
 
 
 def is_cut(group: Mapping[str, Any], param: Any) -> bool:
     """Returns whether ranks hold parts of a parameter's matrices."""
+    if marked_cut(param) is not None:
+        return True
     return is_dtensor(param) and any(
         size > 1 and _cuts(placement) and not (is_stack(group, param) and placement.dim == 0)
         for size, placement in zip(param.device_mesh.shape, param.placements, strict=True)
@@ -69,9 +121,44 @@ def group_of_mesh(mesh: Any) -> Any:
     return group
 
 
+def matrix_sizes(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the number, the rows and the columns of a parameter's matrices."""
+    if _is_stack(group, shape):
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], math.prod(shape[1:])
+
+
+def pieces_of_run(
+    begin: int, end: int, size: int, cols: int, tensor: int
+) -> Iterator[tuple[int, Piece]]:
+    """Yields elements [begin, end) of a stack, which make up a tensor, by matrix as pieces.
+
+    Args:
+        size, cols: the elements and the columns of a matrix.
+    """
+    at = begin
+    while at < end:
+        number, first = divmod(at, size)
+        most = min(end - at, size - first)
+        in_row = min(most, cols - first % cols)
+        rows = 1 if in_row < cols else most // cols
+        yield number, Piece(at - begin, first, rows, in_row, cols, tensor)
+        at += rows * in_row
+
+
+def replicated(
+    group: Mapping[str, Any], param: Tensor, ranks: Any
+) -> tuple[list[dict[int, Sequence[Piece]]], Mapping[int, int]]:
+    """Returns :func:`pieces_of` for a parameter that each rank of a process group has whole."""
+    count, rows, cols = matrix_sizes(group, local_tensor(param).shape)
+    replicas = {rank: rank for rank in dist.get_process_group_ranks(ranks)}
+    pieces = (Piece(k * rows * cols, 0, rows, cols, cols) for k in range(count))
+    return [{rank: [piece] for rank in replicas} for piece in pieces], replicas
+
+
 def pieces_of(
     group: Mapping[str, Any], param: Any, called: str
-) -> tuple[list[dict[int, Piece]], dict[int, int]]:
+) -> tuple[list[dict[int, Sequence[Piece]]], Mapping[int, int]]:
     """Returns who holds what of a cut parameter.
 
     Returns:
@@ -81,11 +168,13 @@ def pieces_of(
     Raises:
         ValueError: a rank holds something else than consecutive rows and columns.
     """
+    if (cut := marked_cut(param)) is not None:
+        return cut.pieces, cut.replicas
     mesh, shape = param.device_mesh, tuple(param.shape)
     stack = is_stack(group, param)
     inner = 1 if stack else math.prod(shape[2:])
-    cols = shape[2] if stack else shape[1] * inner
-    pieces: list[dict[int, Piece]] = [{} for _ in range(shape[0] if stack else 1)]
+    count, _, cols = matrix_sizes(group, shape)
+    pieces: list[dict[int, Sequence[Piece]]] = [{} for _ in range(count)]
     replicas = {}
     placements = tuple(param.placements)
     for coordinate, held in _held(shape, tuple(mesh.shape), placements).items():
@@ -102,7 +191,7 @@ def pieces_of(
         for number in which if rows * run else ():
             start = (number - which.start) * rows * run
             first = its_rows.start * cols + its_cols.start * inner
-            pieces[number][rank] = Piece(start, first, rows, run, cols)
+            pieces[number][rank] = [Piece(start, first, rows, run, cols)]
     return pieces, replicas
 
 

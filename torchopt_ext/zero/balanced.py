@@ -7,7 +7,7 @@ two blocks at most, and any number of ranks computes the same bits.
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,6 +19,8 @@ from torchopt_ext._torch import version
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.state.collective import collective, wait
+from torchopt_ext.state.params import params_of
+from torchopt_ext.state.pieces import Cut, matrix_sizes, pieces_of_run
 from torchopt_ext.state.quantized import keep_float_moments
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Bucket, Part, memory_order, view_in
@@ -92,9 +94,17 @@ class BalancedBuckets:
 
     @torch.no_grad()
     def add_group(
-        self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
+        self,
+        params: Sequence[Tensor],
+        muon: Mapping[str, Any] | None = None,
+        per_rank: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        """Lays the parameters of one more group into separate buckets."""
+        """Lays the parameters of one more group into separate buckets.
+
+        Args:
+            muon: the group's settings if its matrices are orthogonalized.
+        """
+        numbers = {param: number for number, param in enumerate(params_of(self.params))}
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
@@ -110,19 +120,29 @@ class BalancedBuckets:
                 self.all_buckets.append(bucket)
                 for param, start in [(p, start) for p, n, start in laid if n == number]:
                     bucket.lay(param, start, like=param)
-                    parts[param] = self._make_parts(bucket, param, start)
+                    parts[param] = self._make_parts(bucket, param, start, muon is not None)
+                    if muon is not None:
+                        self._mark_cut(bucket, param, start, muon, numbers[param], parts[param])
                     self.reducer.bucket_of[param] = bucket
         self.mine.append([tensor for param in params for tensor in parts[param]])
         self._laid = list(self.reducer.bucket_of)
         self._places = b""  # unknown: the next step looks at all
 
-    def _make_parts(self, bucket: Bucket, param: Tensor, start: int) -> list[Tensor]:
-        """Makes parts of this rank's elements. Rank 0 owns parameters without elements."""
+    def _make_parts(
+        self, bucket: Bucket, param: Tensor, start: int, is_shared: bool
+    ) -> list[Tensor]:
+        """Makes parts of this rank's elements. Rank 0 owns parameters without elements.
+
+        Args:
+            is_shared: each rank has a part, if need be without elements.
+        """
         lo, hi = bucket.range_of(self.ranks.rank)
         layout = torch.empty_like(bucket.places[param], device="meta")
-        runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
+        runs = [*pieces(param, max(lo - start, 0), min(hi - start, param.numel()))]
         if not param.numel() and self.ranks.rank == 0:
-            runs = iter([(0, 0, None)])
+            runs = [(0, 0, None)]
+        elif is_shared and not runs:
+            runs = [(0, 0, [0])]
         tensors = []
         for begin, end, shape in runs:
             if shape is None:
@@ -142,6 +162,33 @@ class BalancedBuckets:
             else:
                 self._cut.append(part)
         return tensors
+
+    def _mark_cut(
+        self,
+        bucket: Bucket,
+        param: Tensor,
+        start: int,
+        muon: Mapping[str, Any],
+        number: int,
+        parts: Sequence[Tensor],
+    ) -> None:
+        """Notes in this rank's parts which elements of the matrices each rank has."""
+        if not param.is_contiguous():
+            raise ValueError(
+                f"{self.params.called(param)} has strides {param.stride()}: Muon with "
+                f"partition='balanced' needs contiguous parameters"
+            )
+        count, rows, cols = matrix_sizes(muon, param.shape)
+        by_matrix: list[dict[int, Any]] = [{} for _ in range(count)]
+        ranks = dist.get_process_group_ranks(self.ranks.group)
+        for rank, (lo, hi) in zip(ranks, itertools.pairwise(bucket.cuts), strict=True):
+            runs = pieces(param, max(lo - start, 0), min(hi - start, param.numel()))
+            for tensor, (begin, end, _) in enumerate(runs):
+                for matrix, piece in pieces_of_run(begin, end, rows * cols, cols, tensor):
+                    by_matrix[matrix].setdefault(rank, []).append(piece)
+        replicas, group = dict.fromkeys(ranks, 0), self.ranks.group
+        for tensor, part in enumerate(parts):
+            Cut(number, tensor, tuple(param.shape), group, by_matrix, replicas).mark(part)
 
     def build_buckets(self) -> None:
         """Records which parameters are trainable, and hooks them. The buckets stay as they are."""

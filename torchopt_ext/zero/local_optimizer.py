@@ -23,6 +23,7 @@ from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.collective import fail_together, waits_at_most
 from torchopt_ext.state.masters import refresh_stale_elements
 from torchopt_ext.state.params import named_params, params_of
+from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.statedict.weights import read_weights
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.parameters import Parameters, is_fused
@@ -81,7 +82,7 @@ class LocalOptimizer:
     def build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
         for group in self.params.param_groups:
-            self.partition.add_group(group["params"], params_per_rank)
+            self.partition.add_group(group["params"], self._muon_group(group), params_per_rank)
         arguments = dict(self.arguments)
         if is_8_bit(arguments.get("state_dtype")):
             arguments["fp32_moments"] = self._fp32_moments()
@@ -95,32 +96,47 @@ class LocalOptimizer:
                     "8-bit moments depend on whole parameters: give state_dtype to "
                     "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
                 )
-        self._expect_whole_matrices()
+        self._expect_known_matrices()
         self.sync()
 
     def add_group(self) -> None:
         """Divides the last of the groups, and adds this rank's parts of it."""
-        self.partition.add_group(self.params.param_groups[-1]["params"])
+        group = self.params.param_groups[-1]
+        self.partition.add_group(group["params"], self._muon_group(group))
         if is_8_bit(self.arguments.get("state_dtype")):
             self.optimizer._fp32_moments = self._fp32_moments()
         # A learning rate may have changed since the last step.
         copy_settings(self.params.param_groups[:-1], self.optimizer.param_groups)
         self.optimizer.add_param_group(self._group(-1))
-        self._expect_whole_matrices()
+        self._expect_known_matrices()
         self.partition.build_buckets()
         self.sync()
 
-    def _expect_whole_matrices(self) -> None:
-        """Raises ValueError if a group of Muon has parts, which may have the shape of matrices."""
-        if self.ranks.size == 1 or not (
-            self.is_fused and isinstance(self.partition, BalancedBuckets)
-        ):
+    def with_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns a group of whole parameters as the optimizer would hold it. Checks its values."""
+        # fp32_moments may hold parameters of other groups.
+        arguments = {k: v for k, v in self.arguments.items() if k != "fp32_moments"}
+        return dict(self.constructor([dict(group)], **arguments).param_groups[0])
+
+    def _muon_group(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the group with all settings if its matrices are orthogonalized, else None."""
+        if self.ranks.size == 1 or not is_fused(self.constructor):
+            return None
+        settled = self.with_defaults(group)
+        return settled if algorithm_of(settled).steps_matrices else None
+
+    def _expect_known_matrices(self) -> None:
+        """Raises ValueError if a part may be taken for a matrix, or ranks for equal ones."""
+        if self.ranks.size == 1 or not self.is_fused:
             return
-        for number, group in enumerate(self.fused.param_groups):
-            if algorithm_of(group).steps_matrices:
+        if self.fused.orthogonalize_over is not None:
+            raise ValueError("orthogonalize_over is for equal parameters: ZeRO's ranks share them")
+        groups = self.fused.param_groups if isinstance(self.partition, BalancedBuckets) else []
+        for number, group in enumerate(groups):
+            if algorithm_of(group).steps_matrices and None in map(marked_cut, group["params"]):
                 raise ValueError(
-                    f"param group {number} is of Muon, which needs whole matrices in each process, "
-                    f"and partition='balanced' divides them: expected partition='greedy'"
+                    f"param group {number} is of Muon, whose matrices partition='balanced' "
+                    f"divides: give the optimizer's class, not a function that makes the optimizer"
                 )
 
     def _group(self, number: int) -> dict[str, Any]:

@@ -226,11 +226,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 defaults = fused.defaults_of_new(param_group) if fused else self.defaults
                 with having_defaults(self, defaults):
                     super().add_param_group({**param_group})
-                group = self.param_groups[-1]
                 self.params.check_dense(self._allow_mixed_dtypes)
-                # fp32_moments may hold parameters of other groups.
-                arguments = {k: v for k, v in self.local.arguments.items() if k != "fp32_moments"}
-                self.local.constructor([dict(group)], **arguments)
+                self.local.with_defaults(self.param_groups[-1])
             check_same(self.params.describe(), "parameters", self.process_group)
             self._all_params = params_of(self)
             self._is_trainable_mask = _C.requires_grad(self._all_params)

@@ -45,12 +45,19 @@ class Part:
         """Cuts this part out of a tensor of the parameter's shape. The result is mostly a view."""
         if self.is_whole:
             return whole
+        if self.is_empty:  # other ranks have all of it, and `whole` may lie on the meta device
+            return torch.empty(self.tensor.shape, dtype=whole.dtype, device=self.tensor.device)
         return in_memory_order(whole, self.like)[self.begin : self.end].view(self.tensor.shape)
 
     def of(self, value: Any) -> Any:
         """Cuts this part out of a parameter's state entry. Returns other shapes unchanged."""
         whole = isinstance(value, Tensor) and value.shape == self.like.shape and value.dim() > 0
         return self.cut(value) if whole and not self.is_whole else value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements of a parameter that has some."""
+        return self.begin == self.end and self.like.numel() > 0
 
     @property
     def is_whole(self) -> bool:

@@ -52,7 +52,7 @@ def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
     pieces: Pieces = {}
     for number, part in enumerate(parts):
         for name, value in (state.get(number) or {}).items():
-            if name != CONTROL_KEY:
+            if name != CONTROL_KEY and not part.is_empty:
                 by_name = pieces.setdefault(index_of[part.param], {})
                 by_name.setdefault(name, []).append((part.of_entry(name), value))
     return pieces, extra
@@ -200,6 +200,8 @@ def buffers(local: LocalOptimizer, ids: list[str]) -> dcp.Buffers:
             return like
         if param is None or path[-1] == "step" or len(path) > 3:
             return torch.empty(like.shape, dtype=like.dtype)
+        if all(part.is_empty for part in parts[param]):
+            return like
         pieces = [part.of_entry(path[-1]) for part in parts[param]]
         # Codes that the parameter cannot hold are read whole, to be decoded.
         whole = path[-1] in CODES and not can_quantize(pieces[0].like)

@@ -1,6 +1,6 @@
 """The greedy partition: every parameter belongs to one rank, which updates it for all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torchopt_ext import _C, ops
 from torchopt_ext._torch import flatten_dense, unflatten_dense
 from torchopt_ext.state.collective import collective, wait
+from torchopt_ext.state.matrices import OPERATIONS, newton_schulz_flops
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, view_in
 from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
@@ -21,8 +22,9 @@ class WholeTensors:
     """The greedy partition: who owns which parameter, and how updates reach the other ranks.
 
     Parameters are assigned group by group, largest first, each to the rank that has least so far
-    (torch.distributed.optim.ZeroRedundancyOptimizer). Frozen parameters weigh nothing. The same
-    rule spreads them separately, so that unfreezing a parameter moves no state.
+    (torch.distributed.optim.ZeroRedundancyOptimizer); Muon's count by what their steps cost. Frozen
+    parameters weigh nothing. The same rule spreads them separately, so that unfreezing a parameter
+    moves no state.
 
     With ``bucket_view`` a rank's parameters become views of one tensor, which is sent as a whole.
     """
@@ -33,7 +35,7 @@ class WholeTensors:
         self.bucket_view = bucket_view
         self.owner: dict[Tensor, int] = {}
         self.params: list[list[list[Tensor]]] = []  # by group and rank
-        # Elements by rank, of parameters that weigh (True) and of parameters that do not (False).
+        # Costs by rank, of parameters that weigh (True) and of parameters that do not (False).
         self._loads = {True: [0] * ranks.size, False: [0] * ranks.size}
         # Parameters that were trainable at some step. A parameter frozen since may still have a
         # gradient that its owner applies, so it continues to be sent.
@@ -43,23 +45,33 @@ class WholeTensors:
         self._outgoing: list[list[list[Tensor]]] = []  # by rank, the batches of parameters to send
 
     def add_group(
-        self, params: Sequence[Tensor], per_rank: Sequence[Sequence[Tensor]] | None = None
+        self,
+        params: Sequence[Tensor],
+        muon: Mapping[str, Any] | None = None,
+        per_rank: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         """Assigns the parameters of one more group. Earlier groups stay where they are.
 
-        ``per_rank`` has each rank's parameters, instead of the greedy rule; it may leave some out.
+        Args:
+            muon: the group's settings if its matrices are orthogonalized, which costs more.
+            per_rank: each rank's parameters, instead of the greedy rule; it may leave some out.
         """
         if per_rank is None:
-            per_rank = self._assign(params)
+            per_rank = self._assign(params, muon)
         self.params.append([list(of_rank) for of_rank in per_rank])
         for rank, of_rank in enumerate(self.params[-1]):
             self.owner |= dict.fromkeys(of_rank, rank)
 
-    def _assign(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _assign(
+        self, params: Sequence[Tensor], muon: Mapping[str, Any] | None
+    ) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
         for weighs in (True, False):
             chosen = [p for p in params if p.requires_grad is weighs]
-            sizes, loads = [param.numel() for param in chosen], [*self._loads[weighs]]
+            sizes = [OPERATIONS * param.numel() for param in chosen]
+            for i, param in enumerate(chosen if muon else ()):
+                sizes[i] += newton_schulz_flops(muon or {}, param, self._params.called(param))
+            loads = [*self._loads[weighs]]
             ties = None if weighs else self._loads[True]
             owners = ops.partition_greedy(sizes, self.ranks.size, loads, ties)
             for param, size, rank in zip(chosen, sizes, owners, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,9 @@ def test_kill_while_saving(moment: str, steps: int, then: str, tmp_path: Path) -
     if child == 0:
         try:
             save_and_be_killed(moment, path)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

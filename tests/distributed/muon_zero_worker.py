@@ -1,0 +1,142 @@
+"""Cases of test_workers.py: ranks share Muon's matrices by ZeRO, or divide equal ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests.distributed.muon_worker import WAYS, Run
+from tests.support.compare import assert_same, assert_same_bits
+from tests.support.ranks import gathered, run_cases
+from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
+from torchopt_ext.optim import exchange
+from torchopt_ext.statedict.dcp import load
+
+
+def zero_has_one_process_bits(way: str, **options: Any) -> None:
+    """State as it was saved by one process loads, and is saved alike."""
+    alone = Run(way=way).train(0, 1)
+    build = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, **options)
+    shared = Run(way=way, build=build)
+    for p, q in zip(shared.params, alone.params, strict=True):
+        p.data.copy_(q)
+    shared.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
+    for run in (alone, shared):
+        run.train(2, 3)
+        run.params[1].requires_grad_(False)
+        run.set_gradients(4, without=(1,))
+        run.optimizer.step()
+        run.params[1].requires_grad_(True)
+        run.params.append(nn.Parameter(torch.full((9, 20), 0.5, dtype=run.params[0].dtype)))
+        run.optimizer.add_param_group({"params": [run.params[-1]]})
+        run.train(5)
+    assert_same_bits(shared.weights(), alone.weights())
+    counts = [int(run.optimizer.control.orthogonalized) for run in (alone, shared)]
+    assert counts[0] == (
+        counts[1] if options["partition"] == "balanced" else sum(gathered(counts[1]))
+    )
+    folder = Path(gathered(tempfile.mkdtemp())[0])
+    dcp.save({"optimizer": shared.optimizer}, checkpoint_id=folder)
+    other = Run(way=way, build=build)
+    other.params.append(nn.Parameter(torch.zeros(9, 20, dtype=other.params[0].dtype)))
+    other.optimizer.add_param_group({"params": [other.params[-1]]})
+    for p, q in zip(other.params, alone.params, strict=True):
+        p.data.copy_(q)
+    load({"optimizer": other.optimizer}, checkpoint_id=folder)
+    for run in (alone, shared, other):
+        run.train(6)
+    assert_same_bits(other.weights(), alone.weights())
+    shared.optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same(shared.optimizer.state_dict()["state"], alone.optimizer.state_dict()["state"])
+    copied = copy.deepcopy(shared.optimizer)
+    assert_same_bits(
+        [p.detach() for g in copied.param_groups for p in g["params"]], shared.weights()
+    )
+
+
+def zero_divides_by_cost() -> None:
+    """The rank of an embedding gets fewer matrices, but some."""
+    world, matrices = dist.get_world_size(), 4 * dist.get_world_size()
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(matrices)]
+    embedding = nn.Parameter(torch.ones(64 * matrices // 2, 64))
+    groups = [{"params": [embedding], "algorithm": "adamw"}, {"params": params}]
+    zero: Any = ZeroRedundancyOptimizer(groups, FusedMuon)
+    assert len(zero.partition.owner) == matrices + 1
+    flops = [0] * world
+    for param, rank in zero.partition.owner.items():
+        flops[rank] += 5 * 64 * 64 * 6 * 64 if param is not embedding else 0
+    most = max(flops) * world / sum(flops)
+    assert most < 1.3, most
+
+
+def a_rejected_step_changes_nothing() -> None:
+    balanced = {"partition": "balanced", "optimizer_class": FusedMuon}
+    run = Run(build=partial(ZeroRedundancyOptimizer, **balanced)).train(0)
+    before = [weight.clone() for weight in run.weights()]
+
+    def failing(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            raise KeyError("mine")
+
+    hook = run.optimizer.register_step_pre_hook(failing)
+    run.set_gradients(1)
+    with pytest.raises((KeyError, RuntimeError), match=r"mine|rank 0"):
+        run.optimizer.step()
+    hook.remove()
+    assert_same_bits(run.weights(), before)
+    run.train(1)
+
+
+def owners_have_one_process_bits(way: str) -> None:
+    alone, shared = Run(way=way), Run(way=way, orthogonalize_over=dist.group.WORLD)
+    alone.train(0, 1, 2, 3)
+    shared.train(0, 1, 2)
+    with mock.patch.object(exchange._C, "orthogonalize_", wraps=_C.orthogonalize_) as products:
+        shared.train(3)
+    assert_same_bits(shared.weights(), alone.weights())
+    assert_same_bits(shared.moments(), alone.moments())
+    counts = [int(run.optimizer.control.orthogonalized) for run in (alone, shared)]
+    own = sum(len(call.args[1]) for call in products.call_args_list)
+    assert counts[0] == counts[1] == sum(gathered(own))
+    assert dist.get_world_size() == 1 or max(gathered(own)) < counts[0]
+    copied = copy.deepcopy(shared.optimizer)
+    assert copied.orthogonalize_over is dist.group.WORLD
+    with pytest.raises(TypeError, match="with orthogonalize_over cannot be pickled"):
+        pickle.dumps(shared.optimizer)
+    if dist.get_world_size() > 1:
+        zero = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon)
+        with pytest.raises(ValueError, match="orthogonalize_over is for equal parameters"):
+            Run(build=zero, orthogonalize_over=dist.group.WORLD)
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        "by cost": zero_divides_by_cost,
+        "rejection": a_rejected_step_changes_nothing,
+    }
+    for way in WAYS:
+        zero = partial(zero_has_one_process_bits, way)
+        found[f"balanced, {way}"] = partial(zero, partition="balanced", bucket_elements=1000)
+        found[f"owners, {way}"] = partial(owners_have_one_process_bits, way)
+    found["greedy"] = partial(zero_has_one_process_bits, "fp32", partition="greedy")
+    if dist.get_world_size() in (2, 4):  # sums of equal gradients have one rounding
+        sharded = {"partition": "balanced", "sharded_gradients": True}
+        found["sharded gradients"] = partial(zero_has_one_process_bits, "fp32", **sharded)
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)
