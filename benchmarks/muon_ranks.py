@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -24,6 +25,7 @@ from torchopt_ext.cli.tensors import gpt2_shapes
 OURS, OURS_BF16, GATHERED = "FusedMuon", "FusedMuon, bf16 products", "torch.optim.Muon, gathered"
 MUON = {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 TARGETS = {2: 1.8, 4: 3.5}
+Row = tuple[str, ...]
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -68,14 +70,58 @@ def measured(shapes: list[list[int]], rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def sent_bytes() -> int:
+    """Returns what the loopback interface has sent: of all ranks, with the headers of packets."""
+    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line]
+    return int(line.split(":")[1].split()[8])
+
+
+def sent(shapes: list[list[int]], steps: int) -> dict[str, list[float]]:
+    """Returns bytes sent in a step by all ranks, each by itself with nothing else on loopback."""
+    dist.init_process_group("gloo")
+    found = {}
+    for name, options in ((OURS, {}), (OURS_BF16, {"orthogonalize_dtype": torch.bfloat16})):
+        step, counts = ours(shapes, ns_steps=0, **options), []  # the same without products
+        for _ in range(1 + steps):  # the first connects
+            dist.barrier()
+            before = sent_bytes()
+            step()
+            dist.barrier()
+            counts.append(float(sent_bytes() - before))
+        found[name] = counts[1:]
+    return found
+
+
+def bytes_of(ranks: int, shapes: list[list[int]], steps: int) -> tuple[list[Row], list[str]]:
+    """Returns rows and targets of the bytes that ranks send, beside the formula's."""
+    elements = sum(rows * cols for rows, cols in shapes)
+    rows, targets = [], []
+    for name, counts in run_ranks(sent, ranks, shapes, steps).items():
+        formula = 2 * (2 if name == OURS_BF16 else 4) * elements * (ranks - 1) / ranks
+        most = max(counts)
+        ratio = most / formula
+        figures = (f"{most / ranks / 1e6:.1f}", f"{formula / ranks / 1e6:.1f}", f"{ratio:.4f}")
+        rows.append((on_ranks(ranks), name, *figures))
+        what = f"{on_ranks(ranks)}, {name}: bytes of the formula's"
+        targets.append(target_line(what, ratio, 1.02, at_least=False))
+    return rows, targets
+
+
 def main() -> None:
     parser = harness.parser(__doc__, "bench-muon-ranks", rounds=5)
+    parser.add_argument("--only-bytes", action="store_true", help="count bytes, measure no times")
     options = parser.parse_args()
     about = harness.start(options, 1)
     matrices = [shape for shape in gpt2_shapes()[2:] if len(shape) == 2]
     shapes = [(48, 32), (32, 48)] * 4 if options.quick else matrices
-    rows, targets = [], []
-    for ranks, bound in TARGETS.items():
+    rows: list[Row] = []
+    of_bytes: list[Row] = []
+    targets: list[str] = []
+    for ranks in TARGETS:
+        its_rows, its_targets = bytes_of(ranks, shapes, options.rounds)
+        of_bytes += its_rows
+        targets += its_targets
+    for ranks, bound in () if options.only_bytes else TARGETS.items():
         times = run_ranks(measured, ranks, shapes, options.rounds)
         medians = {name: statistics.median(spent) for name, spent in times.items()}
         for name, median in medians.items():
@@ -84,8 +130,14 @@ def main() -> None:
             rows.append((on_ranks(ranks), name, f"{median:.1f}", spread, f"{faster:.2f}"))
         best = medians[GATHERED] / min(medians[OURS], medians[OURS_BF16])
         targets.append(target_line(f"{on_ranks(ranks)}: times as fast", best, bound))
-    table = harness.table(("ranks", "", "ms", "range", "times as fast"), rows, 2)
-    sections = {"Step, one thread a rank": table, "Targets": [] if options.quick else targets}
+    header = ("ranks", "", "MB a rank", "formula", "ratio")
+    sections = {
+        "Bytes sent in a step, counted by the interface": harness.table(header, of_bytes, 2)
+    }
+    if rows:
+        header = ("ranks", "", "ms", "range", "times as fast")
+        sections["Step, one thread a rank"] = harness.table(header, rows, 2)
+    sections["Targets"] = [] if options.quick else targets
     harness.write(options.out / "muon-ranks", about, [], sections)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_cases
-from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
+from torchopt_ext import FusedAdamW, FusedMuon, ZeroRedundancyOptimizer, muon_groups
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 STEPS, CLIP = 4, 0.3
@@ -46,10 +46,20 @@ def result(model, norms):
     return {"weights": [weight.tolist() for weight in whole], "norms": norms}
 
 
-def by_hand():
+def adamw(model, **options):
+    return FusedAdamW(model.parameters(), lr=0.1, **options)
+
+
+def muon(model, **options):
+    """The ranks have equal parameters and divide the matrices."""
+    more = {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw", "orthogonalize_over": dist.group.WORLD}
+    return FusedMuon(muon_groups(model, quiet=True), **more, **options)
+
+
+def by_hand(build):
     model = new_model()
     ddp = DistributedDataParallel(model)
-    optimizer = FusedAdamW(model.parameters(), lr=0.1, max_grad_norm=CLIP)
+    optimizer = build(model, max_grad_norm=CLIP)
     norms = []
     for batch in batches():
         optimizer.zero_grad()
@@ -59,12 +69,11 @@ def by_hand():
     return result(model, norms)
 
 
-def accelerated(zero):
+def accelerated(build):
     from torchopt_ext.integrations.accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), new_model()
-    kind = partial(ZeroRedundancyOptimizer, optimizer_class=FusedAdamW) if zero else FusedAdamW
-    ddp, prepared = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+    ddp, prepared = accelerator.prepare(model, build(model))
     assert isinstance(ddp, DistributedDataParallel)
     norms = []
     for batch in batches():
@@ -77,7 +86,7 @@ def accelerated(zero):
     return result(model, norms)
 
 
-def hugging_face():
+def hugging_face(build):
     import transformers
 
     from torchopt_ext.integrations.huggingface import FusedStep
@@ -92,14 +101,13 @@ def hugging_face():
         max_grad_norm=CLIP, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
         lr_scheduler_type="constant",
     )  # fmt: skip
-    optimizer = FusedAdamW(model.parameters(), lr=0.1)
-    trainer = Trainer(model, arguments, train_dataset=[0], optimizers=(optimizer, None))
+    trainer = Trainer(model, arguments, train_dataset=[0], optimizers=(build(model), None))
     trainer.train()
     logs = trainer.state.log_history
     return result(model, [log["grad_norm"] for log in logs if "grad_norm" in log])
 
 
-def lightning():
+def lightning(build):
     import lightning as pl
 
     from torchopt_ext.integrations.lightning import FusedStep
@@ -113,7 +121,7 @@ def lightning():
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self):
-            return FusedAdamW(self.parameters(), lr=0.1)
+            return build(self.model)
 
         def on_train_batch_end(self, *_):
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
@@ -153,7 +161,8 @@ def fsdp2(new):
     accelerator.free_memory()
     accelerate.state.AcceleratorState._reset_state()
     shards = sum(p.to_local().numel() for p in model.parameters())
-    held = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
+    moments = [s.get("exp_avg", s.get("momentum_buffer")) for s in optimizer.state.values()]
+    held = sum(moment.to_local().numel() for moment in moments)
     assert held == shards < sum(p.numel() for p in model.parameters())
     return result(model, norms)
 
@@ -166,14 +175,22 @@ if __name__ == "__main__":
         "fsdp2_in_backward": lambda m, options: OptimizersInBackwardContainer(
             [m], FusedAdamW, options
         ),
+        "muon_fsdp2": lambda model, options: FusedMuon(
+            muon_groups(model, quiet=True), adjust_lr_fn="match_rms_adamw", **options
+        ),
     }
+    zero = lambda model: ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)  # noqa: E731
     run_cases(
         lambda: {
-            "by_hand": by_hand,
-            "accelerate": partial(accelerated, zero=False),
-            "accelerate_zero": partial(accelerated, zero=True),
-            "hugging_face": hugging_face,
-            "lightning": lightning,
+            "by_hand": partial(by_hand, adamw),
+            "accelerate": partial(accelerated, adamw),
+            "accelerate_zero": partial(accelerated, zero),
+            "hugging_face": partial(hugging_face, adamw),
+            "lightning": partial(lightning, adamw),
+            "muon_by_hand": partial(by_hand, muon),
+            "muon_accelerate": partial(accelerated, muon),
+            "muon_hugging_face": partial(hugging_face, muon),
+            "muon_lightning": partial(lightning, muon),
             **{name: partial(fsdp2, new) for name, new in fsdp2_kinds.items()},
         }
     )

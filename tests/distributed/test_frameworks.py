@@ -6,7 +6,8 @@ from tests.support.ranks import case
 
 pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
 EXACT = ["accelerate", "accelerate_zero", "hugging_face", "lightning"]
-REPLACED = ["fsdp2", "fsdp2_container", "fsdp2_in_backward"]
+EXACT += ["muon_accelerate", "muon_hugging_face", "muon_lightning"]
+REPLACED = ["fsdp2", "fsdp2_container", "fsdp2_in_backward", "muon_fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def results(run_ranks):
 
 @pytest.mark.parametrize("name", EXACT + REPLACED)
 def test_trains_as_by_hand(results, name):
-    expected, found = case(results, "by_hand"), case(results, name)
+    by_hand = "muon_by_hand" if "muon" in name else "by_hand"
+    expected, found = case(results, by_hand), case(results, name)
     assert any(norm > 0.3 for norm in expected["norms"])
     if name in EXACT:
         assert found == expected

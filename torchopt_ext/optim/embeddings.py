@@ -1,8 +1,9 @@
 """Finds the weights of embeddings: a parameter does not know its module."""
 
+import functools
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,17 +19,31 @@ def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
     return {weight for weight in weights if weight is not None}
 
 
-_known: ContextVar[Collection[Tensor] | None] = ContextVar("embeddings", default=None)
+def _of_process() -> Collection[Tensor]:
+    return embeddings_of(gc.get_objects())
+
+
+_search: ContextVar[Callable[[], Collection[Tensor]]] = ContextVar("search", default=_of_process)
 
 
 @contextmanager
-def embeddings_among(modules: Iterable[Any]) -> Iterator[None]:
-    """Lets :func:`reject_embeddings` look at these modules only, instead of at all objects."""
-    token = _known.set(embeddings_of(modules))
+def _searching(search: Callable[[], Collection[Tensor]]) -> Iterator[None]:
+    token = _search.set(search)
     try:
         yield
     finally:
-        _known.reset(token)
+        _search.reset(token)
+
+
+def embeddings_among(modules: Iterable[Any]) -> AbstractContextManager[None]:
+    """Lets :func:`reject_embeddings` look at these modules only, instead of at all objects."""
+    found = embeddings_of(modules)
+    return _searching(lambda: found)
+
+
+def searched_once() -> AbstractContextManager[None]:
+    """Lets :func:`reject_embeddings` search once for several groups: 0.1 s for 300,000 objects."""
+    return _searching(functools.cache(_search.get()))
 
 
 def reject_embeddings(
@@ -48,11 +63,7 @@ def reject_embeddings(
         ValueError: the group has such a weight; the message names it.
     """
     params = group["params"]
-    if embeddings is None:
-        embeddings = _known.get()
-    if embeddings is None:
-        embeddings = embeddings_of(gc.get_objects())
-    known = set(embeddings)
+    known = set(_search.get()() if embeddings is None else embeddings)
     names = group.get("param_names") or [""] * len(params)
     for index, (name, param) in enumerate(zip(names, params, strict=True)):
         if param in known:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchopt_ext._arguments import having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
-from torchopt_ext.optim.embeddings import reject_embeddings
+from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
@@ -120,7 +120,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         self.max_grad_norm, self.skip_nonfinite = chosen.max_grad_norm, chosen.skip_nonfinite
         params = params if isinstance(params, Tensor | set) else list(params)
         self._reject_groups_of_another(params)
-        with restored_if_raised(params):
+        with restored_if_raised(params), searched_once():
             super().__init__(params, dict(defaults))
             self._fp32_moments = tuple(chosen.fp32_moments)
             self._select_fp32_moments(partial=chosen.process_group is not None)

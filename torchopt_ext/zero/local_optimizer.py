@@ -14,6 +14,7 @@ from torch.distributed.optim.utils import functional_optim_map
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedOptimizer, step
 from torchopt_ext.optim.context import ALONE, StepContext
+from torchopt_ext.optim.embeddings import searched_once
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.hooks import inner_step
 from torchopt_ext.optim.norm import squares_of
@@ -81,6 +82,12 @@ class LocalOptimizer:
 
     def build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
+        with searched_once():
+            self._build(params_per_rank)
+        self._expect_known_matrices()
+        self.sync()
+
+    def _build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         for group in self.params.param_groups:
             self.partition.add_group(group["params"], self._muon_group(group), params_per_rank)
         arguments = dict(self.arguments)
@@ -96,8 +103,6 @@ class LocalOptimizer:
                     "8-bit moments depend on whole parameters: give state_dtype to "
                     "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
                 )
-        self._expect_known_matrices()
-        self.sync()
 
     def add_group(self) -> None:
         """Divides the last of the groups, and adds this rank's parts of it."""
