@@ -303,7 +303,8 @@ class Reducer:
                 if bucket.grad is not None and part.param in self.present:
                     begin = bucket.start(part.param) + part.begin - bucket.cuts[self.ranks.rank]
                     like = part.tensor
-                    like.grad = bucket.grad.as_strided(like.shape, like.stride(), begin)
+                    first = 0 if part.is_empty else begin
+                    like.grad = bucket.grad.as_strided(like.shape, like.stride(), first)
 
     def _agree(self, late: list[Tensor]) -> bool:
         """Adds the parameters that other ranks used. Returns whether all ranks reduce ``late``.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdam, FusedAdamW
+from torchopt_ext import FusedAdam, FusedAdamW, FusedMuon, muon_groups
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 
 from ...support.compare import assert_same_bits
@@ -389,3 +389,22 @@ def test_float32_gradients_of_16_bit_parameters(kind: str, dtype: torch.dtype) -
             for p, c in zip(params, coefficients(params, step), strict=True):
                 p.grad = c
         assert twins.step()
+
+
+def test_muon_has_the_bits_of_its_own_masters() -> None:
+    def trained(*, adapted: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh()).to(BF16)
+        groups, options = muon_groups(model, quiet=True), {"lr": 0.01}
+        own: dict[str, Any] = {"master_weights": "fp32", "max_grad_norm": 0.05}
+        inner = FusedMuon(groups, **options, **({} if adapted else own))
+        optimizer: Any = FSDPadaptOptimizer(inner, clip_grad_norm=0.05) if adapted else inner
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8, dtype=BF16)).float().square().mean()
+            optimizer.backward(loss) if adapted else loss.backward()
+            optimizer.step()
+        assert float(inner.control.clip_factor) < 1 and inner.control.orthogonalized == 1
+        return [param.detach() for param in model.parameters()]
+
+    assert_same_bits(trained(adapted=True), trained(adapted=False))
