@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchopt_ext.optim.owners import BYTES, SharedParam, digest_of, plan_exchanges
 from torchopt_ext.state.matrices import flops_of
 from torchopt_ext.state.newton_schulz import JORDAN
-from torchopt_ext.state.pieces import Piece
+from torchopt_ext.state.pieces import Piece, pieces_of_run
 
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096),
          (14336, 4096), (14336, 4096), (4096, 14336)] * 32  # fmt: skip
@@ -33,12 +37,12 @@ def shared(
     pieces: dict[int, Piece],
     replicas: dict[int, int],
 ) -> SharedParam:
-    settings, block = ((JORDAN,) * 5, 1e-7, None), (0, rows, cols, cols, 1.0)
+    values, block = ((JORDAN,) * 5, 1e-7, None), (0, rows, cols, cols, 1.0)
     work = flops_of([block], {})
     called = f"parameter {position}"
     return SharedParam(
-        position, part, called, settings, (block,), work, torch.float32, rows * cols, [pieces],
-        replicas,
+        position, [position], part, called, values, (block,), work, torch.float32, rows * cols,
+        [{rank: [piece] for rank, piece in pieces.items()}], replicas,
     )  # fmt: skip
 
 
@@ -51,12 +55,12 @@ def test_no_rank_has_much_more_work_than_another(
 ) -> None:
     params = [by_rows(n, *shape, ranks) for n, shape in enumerate(shapes)]
     (exchanges,) = plan_exchanges(params, range(ranks)).values()
-    assert sorted(param.position for exchange in exchanges for param, _ in exchange) == [
+    assert sorted(param.number for exchange in exchanges for param, _ in exchange) == [
         *range(len(shapes))
     ]
     loads = [0] * ranks
     for exchange in exchanges:
-        for (_, (matrix,)), (rows, cols) in ((pair, shapes[pair[0].position]) for pair in exchange):
+        for (_, (matrix,)), (rows, cols) in ((pair, shapes[pair[0].number]) for pair in exchange):
             short, long = sorted((rows, cols))
             loads[matrix.owner] += 5 * short * short * (4 * long + 2 * short)
             assert matrix.owner in matrix.pieces
@@ -103,3 +107,22 @@ def test_other_plans_have_other_digests() -> None:
 
     assert number((8, 4), (6, 4)) == number((8, 4), (6, 4))
     assert len({number((8, 4), (6, 4)), number((6, 4), (8, 4)), number((8, 4))}) == 3
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    rows=st.integers(1, 5), cols=st.integers(1, 9),
+)  # fmt: skip
+def test_pieces_of_runs_make_up_the_matrices(sizes: list[int], rows: int, cols: int) -> None:
+    """Runs of a stack's elements, on any rank, hold each element once, where the matrix has it."""
+    count = -(-sum(sizes) // (rows * cols))
+    stack = torch.arange(count * rows * cols, dtype=torch.float32)
+    found = torch.full_like(stack, -1)
+    ends = [*itertools.accumulate([*sizes, stack.numel() - sum(sizes)], initial=0)]
+    for tensor, (begin, end) in enumerate(itertools.pairwise(ends)):
+        run = stack[begin:end].clone()
+        for number, piece in pieces_of_run(begin, end, rows * cols, cols, tensor):
+            assert piece.tensor == tensor and piece.first + piece.numel <= rows * cols
+            piece.of_whole(found, number * rows * cols).copy_(piece.of_local(run))
+    assert torch.equal(found, stack)
