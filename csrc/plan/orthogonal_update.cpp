@@ -318,7 +318,12 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
                              Bucket& bucket = bucket_of(k);
                              return directions(bucket, average(bucket));
                            },
-                       .apply = [&](int64_t k) { apply(bucket_of(k)); }});
+                       .apply =
+                           [&](int64_t k) {
+                             Bucket& bucket = bucket_of(k);
+                             normalize(bucket, groups, buffer_of(bucket), control.select(0, kSkip));
+                             apply(bucket);
+                           }});
   }
   release();
   control.select(0, kOrthogonalized).add_(count).sub_(control.select(0, kSkip), count);

@@ -67,6 +67,89 @@ def zero_has_one_process_bits(way: str, **options: Any) -> None:
     )
 
 
+def owners_normalize_rows() -> None:
+    def trained(**over: Any) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=generator)) for s in ((8, 12), (6, 4))]
+        optimizer = FusedMuon(params, lr=0.1, beta2=0.9, **over)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        buffers = [optimizer.state[p]["second_momentum_buffer"] for p in params]
+        return [*(p.detach() for p in params), *buffers]
+
+    assert_same_bits(trained(orthogonalize_over=dist.group.WORLD), trained())
+
+
+def ranks_raise_together() -> None:
+    """What one rank alone does: its closure raises, or a group gets an unknown algorithm."""
+    balanced = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
+    over = partial(FusedMuon, orthogonalize_over=dist.group.WORLD)
+    world = dist.get_world_size()
+    for build in (balanced, over):
+        run = Run(build=build).train(0)
+        before = [weight.clone() for weight in run.weights()]
+        run.set_gradients(1)
+
+        def closure() -> float:
+            if dist.get_rank() == 0:
+                raise KeyError("mine")
+            return 0.0
+
+        if build is balanced:
+            with pytest.raises((KeyError, RuntimeError), match=r"mine|rank 0 rejected"):
+                run.optimizer.step(closure)
+        if dist.get_rank() == 0:
+            run.optimizer.param_groups[0]["algorithm"] = "mouon"
+        with pytest.raises((ValueError, RuntimeError), match=r"mouon|rank 0 rejected"):
+            run.optimizer.step()
+        run.optimizer.param_groups[0]["algorithm"] = "muon"
+        assert_same_bits(run.weights(), before)
+        run.train(1)
+    run = Run(build=balanced).train(0)
+    run.optimizer.param_groups[6]["flatten"] = True  # the experts
+    run.set_gradients(1)
+    if world > 1:
+        with pytest.raises((ValueError, RuntimeError), match="was cut between ranks with flatten"):
+            run.optimizer.step()
+        with pytest.raises(ValueError, match="is a part of a weight"):
+            run.optimizer.optim.scale_(
+                run.optimizer.optim.param_groups[0]["params"][0], torch.ones(2)
+            )
+
+
+def several_parameters_a_bucket() -> None:
+    """Also without elements, and with torch's own state; gradients as backward makes them."""
+
+    def trained(build: Callable[..., Any]) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((24, 40), (40, 24), (0, 5), (1, 7))
+        params = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        torchs: Any = torch.optim.Muon(params, lr=0.1)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        torchs.step()
+        optimizer = build(params, lr=0.1)
+        optimizer.load_state_dict(torchs.state_dict())
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.stack([p.square().sum() for p in params]).sum().backward()
+            optimizer.step()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.consolidate_state_dict()
+        saved = optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
+        return [p.detach() for p in params], saved
+
+    expected, saved = trained(FusedMuon)
+    for sharded in (False, True):
+        zero = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
+        ours, state = trained(partial(zero, sharded_gradients=sharded))
+        if not sharded or dist.get_world_size() in (1, 2, 4):
+            assert_same_bits(ours, expected)
+            assert_same(state, saved)
+
+
 def zero_divides_by_cost() -> None:
     """The rank of an embedding gets fewer matrices, but some."""
     world, matrices = dist.get_world_size(), 4 * dist.get_world_size()
@@ -116,6 +199,14 @@ def owners_have_one_process_bits(way: str) -> None:
     assert copied.orthogonalize_over is dist.group.WORLD
     with pytest.raises(TypeError, match="with orthogonalize_over cannot be pickled"):
         pickle.dumps(shared.optimizer)
+    overflowed = Run(way=way, orthogonalize_over=dist.group.WORLD, skip_nonfinite=True).train(0)
+    before = [weight.clone() for weight in overflowed.weights()]
+    overflowed.set_gradients(1)
+    if dist.get_rank() == 0:
+        overflowed.params[0].grad[0, 0] = torch.nan
+    overflowed.optimizer.step()
+    assert_same_bits(overflowed.weights(), before)
+    assert float(overflowed.optimizer.control.skipped_steps) == 1
     if dist.get_world_size() > 1:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon)
         with pytest.raises(ValueError, match="orthogonalize_over is for equal parameters"):
@@ -126,6 +217,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "by cost": zero_divides_by_cost,
         "rejection": a_rejected_step_changes_nothing,
+        "together": ranks_raise_together,
+        "NorMuon": owners_normalize_rows,
+        "several": several_parameters_a_bucket,
     }
     for way in WAYS:
         zero = partial(zero_has_one_process_bits, way)

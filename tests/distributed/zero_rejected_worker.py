@@ -266,9 +266,9 @@ def groups_that_do_not_fit(**options: Any) -> None:
     ):
         rejected(zero, partial(zero.add_param_group, group), error, *parts)
     if options.get("partition") == "balanced":
-        matrix = {"params": parameters([(64, 70)]), "algorithm": "muon"}
-        whole = "param group 2 is of Muon", "whole matrices", "partition='greedy'"
-        rejected(zero, partial(zero.add_param_group, matrix), ValueError, *whole)
+        across = [torch.ones(70, 64).t().requires_grad_()]
+        matrix = {"params": across, "algorithm": "muon"}
+        rejected(zero, partial(zero.add_param_group, matrix), ValueError, "contiguous parameters")
 
 
 def tied_later(kind: str, **options: Any) -> None:

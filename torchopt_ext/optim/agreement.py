@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 
 from torchopt_ext.optim.owners import number_of
-from torchopt_ext.state.collective import all_gather, all_gather_text, compared
+from torchopt_ext.state.collective import all_gather, all_gather_text, comm_device, compared
 from torchopt_ext.state.params import named_group_params, params_of
 
 _WHAT = "agreeing on the step of matrices that ranks share"
 
 
-def agree_on_matrices(optimizers: Sequence[Any], *, rejects: bool = False) -> None:
+def agree_on_matrices(
+    optimizers: Sequence[Any], *, rejects: bool = False, waits: bool = True
+) -> None:
     """Makes the ranks that share matrices agree that all make the step, before its norm.
 
     One small collective for each group of ranks; another if they differ. On a GPU it waits for the
@@ -23,12 +25,19 @@ def agree_on_matrices(optimizers: Sequence[Any], *, rejects: bool = False) -> No
     Args:
         optimizers: :class:`torchopt_ext.optim.planned.PlannedStep`, with this step's gradients.
         rejects: this rank rejects the step, and the others are to raise.
+        waits: for the other ranks, which may never come if this rank's closure has raised.
 
     Raises:
         RuntimeError: a rank rejects the step, gradients are missing on some ranks, or ranks have
             other matrices or settings. All ranks of the group raise.
     """
     groups = dict.fromkeys(group for o in optimizers for group in o.exchange_groups.values())
+    if not waits:
+        for group in groups:
+            tensor = torch.tensor([int(rejects), 0, len(groups)]).to(comm_device(group))
+            gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, tensor, group=group, async_op=True)
+        return
     problems, crossed = [], []
     for group in groups:
         number = 0 if rejects else _digest(optimizers, group)

@@ -78,6 +78,8 @@ class Controlled:
 
     param_groups: list[dict[str, Any]]
     process_group: Any = None
+    # The ranks that have equal parameters and divide the orthogonalization of their matrices.
+    orthogonalize_over: Any = None
     # The device on which a rank without parameters takes part in the norm.
     _device_without_params = torch.device("cpu")
     _view: ControlView | None = None

@@ -229,7 +229,9 @@ def estimate(
         costs[param] = _cost(param, name or number, group, grad_dtype, storage, norm)
         is_shared = world_size > 1 and algorithm_of(group).steps_matrices
         if is_shared and _cuts(param, name or number, group, sharding):
-            owned.append((costs[param].flops, direction_dtype(group, param), param.numel()))
+            count = param.shape[0] if is_stack(group, param) else 1
+            own = costs[param].flops // count, direction_dtype(group, param), param.numel() // count
+            owned += [own] * count
             costs[param] = replace(costs[param], flops=0)
     tensors = [[param for _, param in members] for _, members in groups]
     shares = SHARDINGS[sharding](tensors, world_size, _Options(costs, bucket_elements))

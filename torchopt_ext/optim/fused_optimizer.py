@@ -39,6 +39,7 @@ from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.masters import refresh_master, scale_weight, set_weight
 from torchopt_ext.state.matrices import fix_settings, matrices_of
 from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
+from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.statedict.loaded import (
@@ -475,10 +476,13 @@ class FusedOptimizer(HookedStep, PlannedStep):
             factors: shape [n], where n divides the parameter's first dimension.
 
         Raises:
-            ValueError: there is no such parameter, or n does not divide its rows.
+            ValueError: there is no such parameter, ZeRO has divided it between ranks, or n does not
+                divide its rows.
         """
         for name, own in named_params(self):
             if own is param or (isinstance(param, str) and name == param):
+                if marked_cut(own) is not None:
+                    raise ValueError(f"parameter {name!r} is a part of a weight, whose rows count")
                 scale_weight(own, self.state.get(own, {}), factors, self._storage)
                 self._mark_weights([own])
                 return

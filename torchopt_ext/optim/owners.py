@@ -158,7 +158,7 @@ def shared_params(
         if (number := number_of(param, position)) in found:
             found[number].positions.append(position)
         else:
-            called = repr(name) if name else f"parameter {position}"
+            called = repr(name) if name else f"parameter {number}"
             ranks = groups[position]
             found[number] = SharedParam.of(position, part, group, param, called, ranks)
     return [found[number] for number in sorted(found)]

@@ -14,7 +14,7 @@ from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
-from torchopt_ext.optim.owners import groups_of_shared, shared_params
+from torchopt_ext.optim.owners import groups_of_shared, number_of, shared_params
 from torchopt_ext.state.algorithms import STATES, algorithm_of, without_codes
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
@@ -326,7 +326,7 @@ def build_plan(
         part = parts[local.device, norm_key(param)]
         matrices = []
         if algorithm_of(group).steps_matrices:
-            matrices = matrices_of(group, param, name or position)
+            matrices = matrices_of(group, param, name or number_of(param, position))
         more = place, copy is not None, matrices, numbers.get(position, -1)
         rows.append((held, tensors, index, name, position, part, *more))
     plan = OptimizerPlan(

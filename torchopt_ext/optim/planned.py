@@ -48,14 +48,13 @@ class PlannedStep(Controlled, Optimizer):
     parameter_places: Mapping[Tensor, Place] = {}
     # Names for messages and telemetry if groups have no param_names: set by containers.
     parameter_names: Sequence[Sequence[str]] = ()  # of each group, "" for none
-    # The ranks that have equal parameters and divide the orthogonalization of their matrices.
-    orthogonalize_over: Any = None
     _storage: Storage
     _options: StepOptions
     _built: _Built | None = None
     _copies_of_dropped_plans = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
     last_parts: Sequence[NormGroup] = ()  # of the last plan, while there is no plan
+    _last_exchange_groups: Mapping[int, Any] = {}  # the same
     # Weights when their fp32 masters were made or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
 
@@ -228,7 +227,12 @@ class PlannedStep(Controlled, Optimizer):
 
     @property
     def exchange_groups(self) -> Mapping[int, Any]:
-        return groups_of_shared(self) if self._built is None else self._built.exchangers.groups
+        if self._built is not None:
+            return self._built.exchangers.groups
+        try:
+            return groups_of_shared(self)
+        except Exception:  # an unknown algorithm, which the step rejects: tell the same ranks
+            return self._last_exchange_groups
 
     @property
     def exchangers(self) -> Exchangers:
@@ -244,6 +248,7 @@ class PlannedStep(Controlled, Optimizer):
     def _forget_plan(self) -> None:
         if self._built is not None:
             self.last_parts = self._built.parts
+            self._last_exchange_groups = self._built.exchangers.groups
             self._marks = {**self._marks, **self._built.plan.weight_marks()}
         self._copies_of_dropped_plans, self._built = self.gradients_copied, None
 

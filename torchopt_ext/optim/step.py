@@ -209,6 +209,7 @@ def _knows_rejections(optimizers: Sequence[Controlled], total: dict[torch.device
     """Returns whether no other rank takes part in a step, or a rejection has raised already."""
     first = optimizers[0]
     alone = first.process_group is None and not any(key for o in optimizers for _, key in o.parts)
+    alone = alone and all(o.orthogonalize_over is None for o in optimizers)
     return alone or first.rejected_steps.is_known(next(iter(total.values())))
 
 
@@ -271,9 +272,14 @@ def accumulated_norm(
         _sum_over_meshes(sums, total)
     for subtotal in sums.values():
         total += subtotal
+    equal = {over for o in optimizers if (over := o.orthogonalize_over) is not None}
+    for over in equal:  # ranks whose gradients should be equal: one skips the step with all
+        flags = total[FLAGS].clone()
+        all_reduce_(flags, over, torch.distributed.ReduceOp.MAX)
+        total[FLAGS] = flags
     if group is not None:
         agree(total, group, progress)
-    if not rejects and (group is not None or any(sums)):
+    if not rejects and (group is not None or equal or any(sums)):
         # Other ranks make no exchange with one that rejects the step.
         optimizers[0].rejected_steps.note(total, waits=any(o.exchange_groups for o in optimizers))
     return {device: moved(total, device) for device in devices}

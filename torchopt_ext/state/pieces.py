@@ -55,6 +55,7 @@ class Cut:
         number: of the parameter, equal on all ranks.
         tensor: which of this rank's tensors of the parameter it is.
         shape: of the whole parameter.
+        flatten: of the param group when the parameter was cut.
         group: the ranks' process group.
         pieces: of each matrix, by rank of the default group, without ranks that hold none of it.
         replicas: by rank, the number of the replica to which it belongs.
@@ -63,6 +64,7 @@ class Cut:
     number: int
     tensor: int
     shape: tuple[int, ...]
+    flatten: bool
     group: Any
     pieces: list[dict[int, Sequence[Piece]]]
     replicas: Mapping[int, int]
@@ -166,9 +168,15 @@ def pieces_of(
         and by rank the number of the replica to which it belongs.
 
     Raises:
-        ValueError: a rank holds something else than consecutive rows and columns.
+        ValueError: a rank holds something else than consecutive rows and columns, or the group's
+            ``flatten`` has changed since the parameter was cut.
     """
     if (cut := marked_cut(param)) is not None:
+        if bool(group.get("flatten")) != cut.flatten:
+            raise ValueError(
+                f"{called} was cut between ranks with flatten={cut.flatten} in its group: build "
+                f"the optimizer anew to change it"
+            )
         return cut.pieces, cut.replicas
     mesh, shape = param.device_mesh, tuple(param.shape)
     stack = is_stack(group, param)

@@ -105,6 +105,12 @@ class BalancedBuckets:
             muon: the group's settings if its matrices are orthogonalized.
         """
         numbers = {param: number for number, param in enumerate(params_of(self.params))}
+        for param in () if muon is None else params:
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"{self.params.called(param)} has strides {param.stride()}: Muon with "
+                    f"partition='balanced' needs contiguous parameters"
+                )
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
@@ -173,11 +179,6 @@ class BalancedBuckets:
         parts: Sequence[Tensor],
     ) -> None:
         """Notes in this rank's parts which elements of the matrices each rank has."""
-        if not param.is_contiguous():
-            raise ValueError(
-                f"{self.params.called(param)} has strides {param.stride()}: Muon with "
-                f"partition='balanced' needs contiguous parameters"
-            )
         count, rows, cols = matrix_sizes(muon, param.shape)
         by_matrix: list[dict[int, Any]] = [{} for _ in range(count)]
         ranks = dist.get_process_group_ranks(self.ranks.group)
@@ -188,7 +189,8 @@ class BalancedBuckets:
                     by_matrix[matrix].setdefault(rank, []).append(piece)
         replicas, group = dict.fromkeys(ranks, 0), self.ranks.group
         for tensor, part in enumerate(parts):
-            Cut(number, tensor, tuple(param.shape), group, by_matrix, replicas).mark(part)
+            shape, flatten = tuple(param.shape), bool(muon.get("flatten"))
+            Cut(number, tensor, shape, flatten, group, by_matrix, replicas).mark(part)
 
     def build_buckets(self) -> None:
         """Records which parameters are trainable, and hooks them. The buckets stay as they are."""

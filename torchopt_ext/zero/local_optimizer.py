@@ -13,6 +13,7 @@ from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedOptimizer, step
+from torchopt_ext.optim.agreement import agree_on_matrices
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.embeddings import searched_once
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
@@ -125,10 +126,11 @@ class LocalOptimizer:
 
     def _muon_group(self, group: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the group with all settings if its matrices are orthogonalized, else None."""
-        if self.ranks.size == 1 or not is_fused(self.constructor):
+        if not is_fused(self.constructor):
             return None
         settled = self.with_defaults(group)
-        return settled if algorithm_of(settled).steps_matrices else None
+        is_shared = self.ranks.size > 1 and algorithm_of(settled).steps_matrices
+        return settled if is_shared else None
 
     def _expect_known_matrices(self) -> None:
         """Raises ValueError if a part may be taken for a matrix, or ranks for equal ones."""
@@ -321,6 +323,9 @@ class LocalOptimizer:
                     with suppress(Exception):
                         self.partition.take_gradients()
                 if self.is_fused and total is None:
+                    if progress.in_closure:
+                        progress.agreed = True
+                        agree_on_matrices([self.fused], rejects=True, waits=False)
                     step.reject([self.fused], StepContext(progress=progress), progress)
                 else:
                     self.agree(progress, total, rejects=True)

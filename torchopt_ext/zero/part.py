@@ -56,8 +56,8 @@ class Part:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements of a parameter that has some."""
-        return self.begin == self.end and self.like.numel() > 0
+        """Whether other ranks have all of the parameter."""
+        return self.begin == self.end and not self.is_whole
 
     @property
     def is_whole(self) -> bool:

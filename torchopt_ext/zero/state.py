@@ -27,7 +27,7 @@ from torchopt_ext.statedict.loaded import (
     raise_problems,
     read_indexed,
 )
-from torchopt_ext.statedict.low_bit import dequantized
+from torchopt_ext.statedict.low_bit import dequantized, with_step
 from torchopt_ext.zero.exchange import gather_entries
 from torchopt_ext.zero.local_optimizer import LocalOptimizer
 from torchopt_ext.zero.part import Part
@@ -111,7 +111,7 @@ def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
     local.partition.follow_memory()  # missing masters begin as the parameters' values
     loaded = read_indexed(state_dict, local.params.param_groups)
     if local.is_fused:
-        loaded.slots = [*map(dequantized, loaded.slots)]
+        loaded.slots = [with_step(dequantized(slot)) for slot in loaded.slots]
     raise_problems(loaded.problems(optimizer, parts=True))
     owned = {part.param: part for part in parts}
     slot_of = {slot.param: _decoded(slot) for slot in loaded.slots if slot.param in owned}

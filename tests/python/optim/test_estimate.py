@@ -388,6 +388,9 @@ def test_shardings_that_cut_matrices(sharding: str) -> None:
     assert sorted(r.newton_schulz_flops for r in ranks) == [0, multiplied([(64, 64)])]
     adamw = estimate([matrix], sharding=sharding, world_size=2)
     assert ranks[0].sent - adamw[0].sent == 2 * 4 * 64 * 64 // 2 // 2  # to the owner and back
+    experts = torch.empty(2, 64, 64, device="meta", requires_grad=True)
+    ranks = FusedMuon.estimate([experts], sharding=sharding, world_size=2)
+    assert [rank.newton_schulz_flops for rank in ranks] == [multiplied([(64, 64)])] * 2
     given[0]["algorithm"] = "normuon"
     with pytest.raises(CutMatricesError, match=r"'wq' of shape \(64, 64\) is cut .*'zero1'"):
         estimate(given, sharding=sharding, world_size=2)
