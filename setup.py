@@ -126,7 +126,7 @@ class CMakeBuild(build_ext):
                 "Python_EXECUTABLE": sys.executable,
                 "USE_CUDA": use_cuda,
                 "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
-                "CMAKE_UNITY_BUILD": os.environ.get("CMAKE_UNITY_BUILD", "OFF"),
+                "CMAKE_UNITY_BUILD": os.environ.get("CMAKE_UNITY_BUILD", "ON"),
             }.items()
         ]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or os.environ.get("MAX_JOBS")
