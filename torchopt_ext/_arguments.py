@@ -1,5 +1,6 @@
 """Checks of arguments. The messages name the argument and show its value."""
 
+import difflib
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -95,6 +96,21 @@ def inner_optimizer(optimizer: Any) -> Any:
     return inner_optimizer(inner)
 
 
+def expect_params(params: Any) -> None:
+    """Rejects what is neither parameters nor param groups, such as a model.
+
+    Raises:
+        TypeError: the value is neither.
+    """
+    is_model = isinstance(params, torch.nn.Module)
+    if not is_model and isinstance(params, Iterable):
+        return
+    what = getattr(params, "__qualname__", f"{params!r:.200}")
+    what = f"a {type(params).__name__} module" if is_model else what
+    hint = "model.parameters()" if is_model or callable(params) else "a list"
+    raise TypeError(f"params is {what}, expected parameters or param groups, such as {hint}")
+
+
 def expect_group(process_group: Any, name: str = "process_group") -> None:
     """Rejects values that are neither None nor a process group, such as a mesh dimension's name.
 
@@ -107,3 +123,26 @@ def expect_group(process_group: Any, name: str = "process_group") -> None:
         f"{name} is {process_group!r:.200}, expected a torch.distributed.ProcessGroup that "
         f"has this rank"
     )
+
+
+_ELSEWHERE = {
+    name: ours
+    for ours, names in {
+        "max_grad_norm": "clip_grad_norm max_norm grad_clip clip_grad gradient_clipping clipping "
+        "gradient_clip_val clip_value clip_threshold",
+        "skip_nonfinite": "skip_nan skip_inf skip_overflow check_overflow check_for_nan_in_grad",
+        "master_weights": "fp32_master_weights keep_master_weights master_dtype",
+        "state_dtype": "optim_bits exp_avg_dtype momentum_dtype optim_states_dtype quantize",
+        "stochastic_rounding": "bf16_stochastic_round use_stochastic_rounding",
+    }.items()
+    for name in names.split()
+}
+"""Arguments by what torch, apex, bitsandbytes, torchao, Megatron and trainers call them."""
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Returns a question for the end of a message about an unknown argument, or ""."""
+    known = list(valid)
+    near = [ours for ours in [_ELSEWHERE.get(name)] if ours in known]
+    near += difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

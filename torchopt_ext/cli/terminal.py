@@ -62,8 +62,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(text: str) -> int:
-    """Parses an argument that is a whole number of 1 or more. 8e9 and 1_000 are allowed."""
-    value = float(text)
+    """Parses an argument that is a whole number of 1 or more, such as 8e9, 1_000, 350M or 7B."""
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
+    value = round(unit * float(text[:-1]), 3) if unit > 1 else float(text)
     if not (1 <= value < 2**62) or value != int(value):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(value)

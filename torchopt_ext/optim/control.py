@@ -43,7 +43,8 @@ class ControlView:
     do not change. Only asking for the tensor's value synchronizes. ``grad_norm`` is NaN if the last
     step measured no norm. Other fields that steps write are ``clip_factor``, ``found_inf``,
     ``skip``, ``grad_scale``, ``steps``, ``skipped_steps``, ``loss_scale`` and ``lr_factor``.
-    csrc/kernels/control.h says what each field means.
+    csrc/kernels/control.h says what each field means. ``repr`` shows the decision, and ``dir``
+    names all fields.
     """
 
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
@@ -70,7 +71,11 @@ class ControlView:
 
     def __repr__(self) -> str:
         fields = read_fields(self._block) | {"grad_norm": self.grad_norm.item()}
-        return f"ControlView({', '.join(f'{name}={value:g}' for name, value in fields.items())})"
+        shown = ["steps", "skipped_steps", "skip", "grad_norm", "clip_factor"]
+        settings = {"loss_scale": "growth_interval", "lr_factor": "scheduled"}
+        shown += [name for name, setting in settings.items() if fields[setting]]
+        shown += ["orthogonalized"] if fields["orthogonalized"] else []
+        return f"ControlView({', '.join(f'{name}={fields[name]:g}' for name in shown)})"
 
 
 class Controlled:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchopt_ext._arguments import having_defaults, restored_if_raised
+from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
@@ -45,6 +45,7 @@ from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
 from torchopt_ext.statedict.loaded import (
     Loaded,
     Slot,
+    expect_dict,
     largest_step,
     names_params,
     raise_problems,
@@ -119,6 +120,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         self.process_group = chosen.process_group
         self._init_control()
         self.max_grad_norm, self.skip_nonfinite = chosen.max_grad_norm, chosen.skip_nonfinite
+        expect_params(params)
         params = params if isinstance(params, Tensor | set) else list(params)
         self._reject_groups_of_another(params)
         with restored_if_raised(params), searched_once():
@@ -310,8 +312,10 @@ class FusedOptimizer(HookedStep, PlannedStep):
         load together or not at all.
 
         Raises:
+            TypeError: ``state_dict`` is no dict.
             ValueError: groups or entries do not fit this optimizer; the message lists the problems.
         """
+        expect_dict(state_dict)
         groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
         with fail_together_in(groups):
             load = self.prepare_load(state_dict)

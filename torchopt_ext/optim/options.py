@@ -1,6 +1,5 @@
 """The options of a step, declared once: arguments, signatures, checks and configurations."""
 
-import difflib
 import inspect
 import operator
 import re
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc  # torch requires this package
 
-from torchopt_ext._arguments import expect_bools, expect_counts, expect_group
+from torchopt_ext._arguments import did_you_mean, expect_bools, expect_counts, expect_group
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import MasterWeights, StateDtype, Storage
@@ -62,8 +61,8 @@ class StepOptions:
             (docs/numerics.md section 7).
             Where this, ``state_dtype`` or ``stochastic_rounding`` does not apply to a parameter
             that would need it, the others have it, and a warning and ``repr`` say so.
-        state_dtype: dtype of the moments: float32, bfloat16 or "int8". None means float32 with a
-            master weight and the parameter's own dtype without. "int8" means 8 bits each:
+        state_dtype: dtype of the moments, or its name: "fp32", "bf16" or "int8". None means float32
+            with a master weight and the parameter's own dtype without. "int8" means 8 bits each:
             ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) replace the moments, with
             float32 scales for groups of 64 elements of a row in ``exp_avg_scale_v2`` and
             ``exp_avg_sq_scale_v2`` (docs/numerics.md section 11).
@@ -130,8 +129,7 @@ class StepOptions:
             TypeError: there is no such argument; the message names the nearest.
         """
         for name in sorted(arguments.keys() - DEFAULTS.keys()):
-            near = difflib.get_close_matches(name, inspect.signature(owner).parameters, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, inspect.signature(owner).parameters)
             raise TypeError(
                 f"{owner.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C
-from torchopt_ext._arguments import expect_bools, expect_numbers
+from torchopt_ext._arguments import did_you_mean, expect_bools, expect_numbers
 from torchopt_ext.state.matrices import OPTIONAL, SETTINGS, check_settings
 
 
@@ -208,9 +208,7 @@ def reject_unknown(names: Iterable[str], valid: Collection[str], what: str) -> N
     """Raises TypeError if a name is none of the valid names; the message has the nearest."""
     for name in names:
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{what} has no argument {name!r}{hint}")
+            raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, valid)}")
 
 
 def check_values(group: Mapping[str, Any]) -> None:

@@ -14,7 +14,12 @@ from torchopt_ext.state.local import PLAIN, inner_tensors, local_tensor
 from torchopt_ext.state.quantized import CODES, can_quantize
 
 MasterWeights = Literal["fp32", "remainder", "remainder8"]
-StateDtype = torch.dtype | Literal["int8"]
+StateDtype = torch.dtype | Literal["int8", "fp32", "float32", "bf16", "bfloat16"]
+DTYPE_NAMES = {
+    "fp32": torch.float32, "float32": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "int8": torch.int8,
+}  # fmt: skip
+"""Values of ``state_dtype`` that are names."""
 MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
 """Values of ``master_weights``, and the state entry that each keeps."""
@@ -40,14 +45,15 @@ class Storage:
     fp32_moments: frozenset[int] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
-        if self.state_dtype == "int8":
-            object.__setattr__(self, "state_dtype", torch.int8)
+        if isinstance(self.state_dtype, str):
+            named = DTYPE_NAMES.get(self.state_dtype, self.state_dtype)
+            object.__setattr__(self, "state_dtype", named)
         if self.master_weights not in (None, *MASTER_WEIGHTS):
             expected = f"expected None, {', '.join(map(repr, MASTER_WEIGHTS))}"
             raise ValueError(f"Invalid master_weights: {self.master_weights!r}, {expected}")
         if self.state_dtype not in (None, torch.float32, torch.bfloat16, torch.int8):
-            expected = "expected None, torch.float32, torch.bfloat16 or 'int8'"
-            raise ValueError(f"Invalid state_dtype: {self.state_dtype}, {expected}")
+            expected = f"expected None or one of {', '.join(map(repr, DTYPE_NAMES))}"
+            raise ValueError(f"Invalid state_dtype: {self.state_dtype!r}, {expected}")
 
     def master_of(self, param: Tensor) -> str | None:
         """Returns the state entry that completes a parameter, by MASTER_WEIGHTS, or None."""

@@ -1,6 +1,7 @@
 """A state dict as it was read: what it has for each parameter, whatever its layout."""
 
 import copy
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,6 +257,14 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
     return Loaded(slots, loaded_groups, foreign, control_fields(control), others)
 
 
+def expect_dict(state_dict: Any) -> None:
+    """Rejects what is no dict, such as the path of a file."""
+    if not isinstance(state_dict, Mapping):
+        is_path = isinstance(state_dict, str | os.PathLike)
+        hint = ": load the file first, such as by torch.load" if is_path else ""
+        raise TypeError(f"state_dict is {state_dict!r:.200}, expected a dict{hint}")
+
+
 def names_params(state_dict: Any) -> bool:
     """Returns whether a state dict names its parameters, as torch's set_optimizer_state_dict does
     (all ranks call that)."""
@@ -274,7 +283,10 @@ def _structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) ->
         if any(str(key).startswith("state.") for key in entries):
             yield "it is flat, as containers have it: load it into a container"
         else:
-            yield f"expected a dict 'state' and a list 'param_groups' in {state_dict!r:.200}"
+            tensors = [isinstance(value, Tensor) for value in entries.values()]
+            models = "; it looks like a model's" if tensors and all(tensors) else ""
+            found = f"a dict with the keys {[*entries]}" if entries else f"{state_dict!r}"
+            yield f"expected a dict 'state' and a list 'param_groups' in {found:.200}{models}"
         return
     if len(saved) != len(groups):
         yield f"it has {len(saved)} parameter groups, expected {len(groups)}: {_REGROUPED}"

@@ -25,7 +25,7 @@ from torchopt_ext.state.collective import fail_together, use_device, waits_at_mo
 from torchopt_ext.state.entries import BY_INDEX
 from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import dcp
-from torchopt_ext.statedict.loaded import undone_if_raised
+from torchopt_ext.statedict.loaded import expect_dict, undone_if_raised
 from torchopt_ext.zero import state as zero_state
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
@@ -357,6 +357,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             ValueError: groups or shapes do not fit; names the parameter.
         """
         with fail_together(self.process_group):
+            expect_dict(state_dict)
             hooked = run_hooks(self, "load_state_dict_pre", state_dict.copy())
             loaded = zero_state.read(self.local, hooked)
         with undone_if_raised(self), undone_if_raised(self.optim):  # also if another rank raises

@@ -143,6 +143,7 @@ def test_plan_of_a_count(run):
     assert "TB on the rank that holds most, times in s:" in shown
     assert "\n0-63 " in shown
     ddp = json.loads(run(*args, "8e9", "--json"))["shardings"]["ddp"]
+    assert run(*args, "8e9") == run(*args, "8B") == run(*args, "8000M")
     assert ddp["ranks"][0]["held"] == pytest.approx(8e9 * 16, rel=1e-5)
     assert ddp["step_seconds"] == pytest.approx(8e9 * 32 / 200e9)
     assert ddp["send_seconds"] == ddp["ranks"][0]["sent"] / 1e9

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedOptimizer
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedMuon, FusedOptimizer
 from torchopt_ext.containers import OptimizersContainer
 
 from ...support.compare import unchanged
@@ -114,8 +115,10 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     (ANY, {"write_back_gradients": None}, "write_back_gradients is None"),
     (ANY, {"process_group": "dp"}, "process_group is 'dp', expected a torch.distributed"),
     *((ANY, {"master_weights": wrong}, "master_weights") for wrong in ("fp16", True, "")),
-    *((ANY, {"state_dtype": wrong}, "state_dtype") for wrong in (FP16, FP64, torch.int16, "bf16")),
-    (ANY, {"state_dtype": "int4"}, "state_dtype: int4"),
+    *((ANY, {"state_dtype": wrong}, "state_dtype") for wrong in (FP16, FP64, torch.int16, "fp16")),
+    (ANY, {"state_dtype": "int4"}, "state_dtype: 'int4', expected None or one of 'fp32', "),
+    *((ANY, {name: 1.0}, "mean 'max_grad_norm'") for name in ("max_norm", "gradient_clip_val")),
+    (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),
     (ANY, {"xyzzy": 1}, "has no argument 'xyzzy'|__init__.*'xyzzy'$"),
@@ -305,3 +308,30 @@ def test_an_optimizer_with_a_schedule_is_rebuilt_as_the_error_says() -> None:
     again = FusedAdamW(groups, max_grad_norm=1.0)
     again.set_schedule(**SCHEDULE)
     assert again.has_schedule
+
+
+@pytest.mark.parametrize("cls", [FusedAdamW, FusedMuon])
+def test_what_is_no_parameters(cls: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for wrong, message in (
+        (model, "params is a Sequential module, .*such as model.parameters"),
+        (model[0], "params is a Linear module"),
+        (model.parameters, r"params is Module.parameters, .* such as model.parameters\(\)$"),
+        (3, "params is 3, expected parameters or param groups"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            cls(wrong)
+
+
+def test_what_is_no_state_dict() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = FusedAdamW(model.parameters())
+    for wrong, message in (
+        ("step.pt", "state_dict is 'step.pt', expected a dict: load the file first"),
+        (Path("step.pt"), "expected a dict: load the file first, such as by torch.load"),
+        (None, "state_dict is None, expected a dict$"),
+        (model.state_dict(), r"with the keys \['weight', 'bias'\]; it looks like a model's"),
+        ({}, "expected a dict 'state' and a list 'param_groups' in {}"),
+    ):
+        with unchanged(optimizer), pytest.raises((TypeError, ValueError), match=message):
+            optimizer.load_state_dict(wrong)
