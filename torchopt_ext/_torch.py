@@ -43,7 +43,10 @@ def run_eagerly(function: _Function) -> _Function:
     marked: Any = function
     _eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "an optimizer runs eagerly"
+    marked._torchdynamo_disable_msg = (
+        "an optimizer runs eagerly: call step() outside of the compiled function, or compile "
+        "without fullgraph=True"
+    )
     return function
 
 

@@ -280,6 +280,15 @@ def test_a_compiled_step_sees_no_more_than_torch_shows_it() -> None:
     assert optimizer.state[params[0]]["step"] == 1
 
 
+def test_a_whole_graph_with_a_step_says_what_to_do() -> None:
+    params = make_params()
+    optimizer = FusedAdamW(params)
+    set_gradients(params)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"call step\(\) outside of the compiled function"):
+        compiled()
+
+
 COMPILED: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda model: FusedAdamW(model.parameters()),
     "norm": lambda model: FusedAdamW(model.parameters(), max_grad_norm=1.0),
