@@ -18,7 +18,8 @@ SMOKED := 2.12.0 2.13.0 2.14.0
 DIST ?= dist
 JOBS := $(shell nproc)
 # Each process of pytest takes about 1 GB. OpenMP threads that spin would take the others' cores.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal \
+	--durations 20 --durations-min 10
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-muon bench-convergence bench-dtensor-host \
