@@ -202,13 +202,13 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
     def checks_overflow_in_step(self) -> bool:
         return not self.steps_in_backward
 
-    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def _prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict of OptimizersContainer, or of torchtitan's container in backward.
 
         torchtitan's dict has only the first parameter's state (torchtitan/components/optimizer.py
         zips model parts with optimizers). A warning then says which state starts anew.
         """
-        return super().prepare_load(self._completed(state_dict))
+        return super()._prepare_load(self._completed(state_dict))
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         first, *others = self._parameter_names().values()

@@ -257,9 +257,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             ValueError: a value has the wrong shape, kind or placement, or as in `state_dict`.
             NotImplementedError: as in `state_dict`.
         """
-        self.prepare_load(state_dict)()
+        self._prepare_load(state_dict)()
 
-    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def _prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
         hooked = run_hooks(self, "load_state_dict_pre", dict(state_dict))
         load_checked = flat.prepare_load(self.optimizers, hooked, self._parameter_names())
@@ -293,13 +293,13 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         replaced = [(optimizer, take_replaced(optimizer)) for optimizer in fused]
         try:
             named = [(fqn, param) for param, fqn in self._parameter_names().items()]
-            pairs = read_weights(from_, named, lambda p: p in owner and owner[p].keeps_master(p))
+            pairs = read_weights(from_, named, lambda p: p in owner and owner[p]._keeps_master(p))
         except BaseException:
             for optimizer, entries in replaced:
                 optimizer.state.update(entries)
             raise
         for optimizer in fused:
-            optimizer.set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
+            optimizer._set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""

@@ -122,6 +122,6 @@ def load_checkpoint(
             states = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise RuntimeError(f"reading {path}: {type(error).__name__}: {error}") from error
-        load_checked = optimizer.prepare_load(states)
+        load_checked = optimizer._prepare_load(states)
     with fail_together(group):
         load_checked()

@@ -105,7 +105,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         if process_group is not None:
             self._stepper.process_group = process_group
         self._stepper.skip_nonfinite = True
-        self._stepper.keep_masters()
+        self._stepper._keep_masters()
         _wrappers[optimizer] = weakref.ref(self)
 
     @property
@@ -276,10 +276,10 @@ class FSDPadaptOptimizer(BaseOptimizer):
             AssertionError: a part is missing, or the number of groups or their tensors differs.
             ValueError: a tensor has another shape or placement; names the parameter.
         """
-        self.prepare_load(states)()
+        self._prepare_load(states)()
 
     @torch.no_grad()
-    def prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
+    def _prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
@@ -307,13 +307,13 @@ class FSDPadaptOptimizer(BaseOptimizer):
         if isinstance(stepper, MasterOptimizer):
             load_base = stepper.prepare_base(base, weights)
         else:
-            load_base = stepper.prepare_load(dict(base))
+            load_base = stepper._prepare_load(dict(base))
         pairs = [*zip(params_of(stepper), weights, strict=True)]
 
         @torch.no_grad()
         def load() -> None:
             load_base()
-            stepper.set_weights(pairs)
+            stepper._set_weights(pairs)
             self.grad_scaler.load_state_dict(scale)
             run_hooks(self, "load_state_dict_post")
 

@@ -49,7 +49,7 @@ class MasterOptimizer(FusedSGD):
 
     def __init__(self, optim: Optimizer) -> None:
         super().__init__([*map(_params_and_names, optim.param_groups)])
-        self.keep_masters()
+        self._keep_masters()
         self.optim = optim
         self._adopt(lambda param: param.requires_grad)
 
@@ -148,7 +148,7 @@ class MasterOptimizer(FusedSGD):
         super().step(closure)
         return self._skipped
 
-    def local_step(self, context: StepContext, again: bool = True) -> bool:
+    def _local_step(self, context: StepContext, again: bool = True) -> bool:
         held = params_of(self.optim)
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             raise RuntimeError(

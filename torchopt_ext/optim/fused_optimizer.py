@@ -318,7 +318,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         expect_dict(state_dict)
         groups = mesh_groups(params_of(self)) if names_params(state_dict) else []
         with fail_together_in(groups):
-            load = self.prepare_load(state_dict)
+            load = self._prepare_load(state_dict)
         with undone_if_raised(self), fail_together_in(groups):
             load()
 
@@ -332,7 +332,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             loaded.slots = [*map(self._without_fillers, loaded.slots)]
         return loaded
 
-    def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+    def _prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
         loaded = self._read(state_dict)
         raise_problems(loaded.problems(self))
@@ -342,12 +342,12 @@ class FusedOptimizer(HookedStep, PlannedStep):
         @torch.no_grad()
         def load() -> None:
             with undone_if_raised(self):
-                self.take_loaded(loaded, control)
+                self._take_loaded(loaded, control)
                 run_hooks(self, "load_state_dict_post")
 
         return load
 
-    def take_loaded(self, loaded: Loaded, control: Mapping[str, float]) -> None:
+    def _take_loaded(self, loaded: Loaded, control: Mapping[str, float]) -> None:
         """Continues with a state dict that was read and checked.
 
         Args:
@@ -462,7 +462,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         """
         named = named_params(self)
         if from_ is not None:
-            self.set_weights_and_state(read_weights(from_, named, self.keeps_master))
+            self._set_weights_and_state(read_weights(from_, named, self._keeps_master))
             return
         for _, param in named:
             refresh_master(param, self.state.get(param, {}))
@@ -493,19 +493,19 @@ class FusedOptimizer(HookedStep, PlannedStep):
         what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
         raise ValueError(f"{type(self).__name__} has no parameter {what}")
 
-    def keeps_master(self, param: Tensor) -> bool:
+    def _keeps_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master weight or a remainder."""
         return self._storage.master_of(param) is not None
 
     @torch.no_grad()
-    def set_weights_and_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _set_weights_and_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets weights. If this makes masters, makes all state, which is saved as a whole."""
-        self.set_weights(pairs)
+        self._set_weights(pairs)
         if any("step" not in self.state.get(param, ("step",)) for param in params_of(self)):
             self._init_states(lambda param: param.requires_grad)
 
     @torch.no_grad()
-    def set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to float32 weights that fit them."""
         for param, weight in pairs:
             state = self.state.get(param, {})
@@ -543,7 +543,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             lines += f"\n{warning}"
         return super().__repr__().replace(" (", f" ({lines}", 1)
 
-    def keep_masters(self) -> None:
+    def _keep_masters(self) -> None:
         """Gives 16-bit parameters fp32 masters from the next step on.
 
         Does nothing if the arguments chose masters, remainders or stochastic rounding.

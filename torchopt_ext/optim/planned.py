@@ -167,7 +167,7 @@ class PlannedStep(Controlled, Optimizer):
         """Device and norm key of each part of the plan, also if the plan could not be made."""
         return list(param_states.norm_parts(self)) if self._built is None else self._built.parts
 
-    def check_scaler(self, context: StepContext) -> None:
+    def _check_scaler(self, context: StepContext) -> None:
         """Raises the errors of a gradient scaler's tensors that update() would raise."""
         for name in ("grad_scale", "found_inf"):
             value = getattr(context, name)
@@ -175,7 +175,7 @@ class PlannedStep(Controlled, Optimizer):
                 raise RuntimeError(f"{name} is not one float32 element on {self.default_device}")
         self._scaler_tensors(context, self.default_device)
 
-    def local_step(self, context: StepContext, again: bool = True) -> bool:
+    def _local_step(self, context: StepContext, again: bool = True) -> bool:
         """Makes the whole step in one call into C++, if the plan has one part with its own norm.
 
         Returns False, with nothing changed, if the step must be made piece by piece.
@@ -198,7 +198,7 @@ class PlannedStep(Controlled, Optimizer):
             return True
         del built  # it may own copies of parameters that are not dense
         self._rebuild()
-        return again and self.local_step(context, again=False)
+        return again and self._local_step(context, again=False)
 
     def collect(self) -> _Built:
         """Gives this step's gradients to a plan that fits; the caller must release the plan."""

@@ -50,7 +50,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         if allows_mutation():
             show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
-        if not (alone and optimizers[0].local_step(context)):
+        if not (alone and optimizers[0]._local_step(context)):
             progress = progress or StepProgress()
             _step_together(optimizers, context, progress)
             progress.accepted = True
@@ -125,7 +125,7 @@ def _step_together(
     try:
         for optimizer in optimizers:
             built.append(optimizer.collect())
-        first.check_scaler(context)
+        first._check_scaler(context)
         if exchanging := [optimizer for optimizer in optimizers if optimizer.exchange_groups]:
             progress.agreed = True
             agree_on_matrices(exchanging)

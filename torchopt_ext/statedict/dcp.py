@@ -71,7 +71,7 @@ def load(
     Call it on all ranks. The checkpoint may be from another number of ranks, or from another
     optimizer of the same layout, torch's included; docs/containers.md says what is converted.
     Optimizers come first: if one does not fit on one rank, nothing changes on any, except that
-    parameters may have got state of step 0. (Optimizers without `prepare_load`, such as
+    parameters may have got state of step 0. (Optimizers that cannot check first, such as
     ZeroRedundancyOptimizer, are checked when those before them have been loaded.) Other objects,
     and optimizers of unknown layouts, come last and are loaded in place, as with ``dcp.load``.
     Pickled values must be plain values: no code of the files runs.
@@ -112,17 +112,17 @@ def load(
 def prepare_load(optimizer: Optimizer, states: dict[str, Any]) -> Callable[[], None]:
     """Checks a state dict, and returns the function that loads it.
 
-    An optimizer checks in its method ``prepare_load``. Without it, or if a subclass overrides only
+    An optimizer checks in its method ``_prepare_load``. Without it, or if a subclass overrides only
     ``load_state_dict``, the returned function checks.
     """
     if type(optimizer) in REQUIRED:  # torch's classes, which check less
         raise_problems(read_indexed(states, optimizer.param_groups).problems(optimizer))
         return partial(load_whole, optimizer, states)
-    both = {"load_state_dict", "prepare_load"}
+    both = {"load_state_dict", "_prepare_load"}
     first = next(vars(kind) for kind in type(optimizer).__mro__ if both & vars(kind).keys())
-    if "prepare_load" not in first:
+    if "_prepare_load" not in first:
         return partial(optimizer.load_state_dict, states)
-    load_checked: Callable[[], None] = optimizer.prepare_load(states)  # type: ignore[attr-defined]
+    load_checked: Callable[[], None] = optimizer._prepare_load(states)  # type: ignore[attr-defined]
     return load_checked
 
 

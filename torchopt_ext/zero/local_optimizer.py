@@ -342,13 +342,13 @@ class LocalOptimizer:
         with fail_together(self.ranks.group):
             self.partition.follow_memory()
             named = named_params(self.params)
-            pairs = [] if from_ is None else read_weights(from_, named, optimizer.keeps_master)
+            pairs = [] if from_ is None else read_weights(from_, named, optimizer._keeps_master)
         if from_ is None:
             optimizer.refresh_masters()
         for param, weight in pairs:
             param.copy_(weight)  # on every rank; rounds as the rank that owns the master does
         weight_of = dict(pairs)
-        optimizer.set_weights_and_state(
+        optimizer._set_weights_and_state(
             (p.tensor, p.of(weight_of[p.param])) for p in self.parts if p.param in weight_of
         )
 

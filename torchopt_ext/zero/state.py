@@ -154,7 +154,7 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
         if local.is_fused:
             control: dict[str, Any] = next(filter(None, controls), {})
             fields = optimizer.control_to_load(control, max(counted), max(steps))
-            optimizer.take_loaded(Loaded(loaded.slots, loaded.groups), fields)
+            optimizer._take_loaded(Loaded(loaded.slots, loaded.groups), fields)
         else:
             state = {n: slot.entry for n, slot in enumerate(loaded.slots) if slot.entry}
             part = {"state": state, "param_groups": numbered(loaded.groups)}

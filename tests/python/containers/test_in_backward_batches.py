@@ -197,9 +197,9 @@ def test_batches_do_not_show(parts, built, training, name, sizes):
 
 def test_one_call_a_batch(parts, built, monkeypatch):
     container, calls = built(parts, {}), []
-    local_step = PlannedStep.local_step
+    local_step = PlannedStep._local_step
     monkeypatch.setattr(
-        PlannedStep, "local_step", lambda *args: calls.append(1) or local_step(*args)
+        PlannedStep, "_local_step", lambda *args: calls.append(1) or local_step(*args)
     )
     train(container, parts, [0])
     assert len(container) == 12 and len(calls) == 1

@@ -52,7 +52,7 @@ def test_options_are_those_of_the_next_step() -> None:
     assert optimizer.options == expected
     assert pickle.loads(pickle.dumps(optimizer)).options == expected
     plain = adam()
-    plain.keep_masters()
+    plain._keep_masters()
     assert plain.options == StepOptions(master_weights="fp32")
 
 

@@ -27,7 +27,7 @@ EIGHT_BITS: dict[str, Any] = {"master_weights": "remainder8", "state_dtype": "in
 Make = Callable[[nn.Module], Any]
 
 
-WRITES = {"flat.py:_load", "fused_optimizer.py:set_weights", "master_optimizer.py:set_weights"}
+WRITES = {"flat.py:_load", "fused_optimizer.py:_set_weights", "master_optimizer.py:_set_weights"}
 """Functions that write into live tensors, as the last part of a load: no check comes after them."""
 
 
