@@ -90,7 +90,9 @@ class LocalOptimizer:
 
     def _build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         for group in self.params.param_groups:
-            self.partition.add_group(group["params"], self._muon_group(group), params_per_rank)
+            known = is_fused(self.constructor)
+            muon = self._if_muon(self.with_defaults(group)) if known else None
+            self.partition.add_group(group["params"], muon, params_per_rank)
         arguments = dict(self.arguments)
         if is_8_bit(arguments.get("state_dtype")):
             arguments["fp32_moments"] = self._fp32_moments()
@@ -105,10 +107,14 @@ class LocalOptimizer:
                     "ZeroRedundancyOptimizer, not to a function that makes the optimizer"
                 )
 
-    def add_group(self) -> None:
-        """Divides the last of the groups, and adds this rank's parts of it."""
-        group = self.params.param_groups[-1]
-        self.partition.add_group(group["params"], self._muon_group(group))
+    def add_group(self, settled: dict[str, Any]) -> None:
+        """Divides the last of the groups, and adds this rank's parts of it.
+
+        Args:
+            settled: the group as :meth:`with_defaults` returns it.
+        """
+        params = self.params.param_groups[-1]["params"]
+        self.partition.add_group(params, self._if_muon(settled) if self.is_fused else None)
         if is_8_bit(self.arguments.get("state_dtype")):
             self.optimizer._fp32_moments = self._fp32_moments()
         # A learning rate may have changed since the last step.
@@ -124,13 +130,9 @@ class LocalOptimizer:
         arguments = {k: v for k, v in self.arguments.items() if k != "fp32_moments"}
         return dict(self.constructor([dict(group)], **arguments).param_groups[0])
 
-    def _muon_group(self, group: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the group with all settings if its matrices are orthogonalized, else None."""
-        if not is_fused(self.constructor):
-            return None
-        settled = self.with_defaults(group)
-        is_shared = self.ranks.size > 1 and algorithm_of(settled).steps_matrices
-        return settled if is_shared else None
+    def _if_muon(self, settled: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the group if ranks share its matrices, which are orthogonalized, else None."""
+        return settled if self.ranks.size > 1 and algorithm_of(settled).steps_matrices else None
 
     def _expect_known_matrices(self) -> None:
         """Raises ValueError if a part may be taken for a matrix, or ranks for equal ones."""

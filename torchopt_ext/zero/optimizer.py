@@ -227,12 +227,12 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 with having_defaults(self, defaults):
                     super().add_param_group({**param_group})
                 self.params.check_dense(self._allow_mixed_dtypes)
-                self.local.with_defaults(self.param_groups[-1])
+                settled = self.local.with_defaults(self.param_groups[-1])
             check_same(self.params.describe(), "parameters", self.process_group)
             self._all_params = params_of(self)
             self._is_trainable_mask = _C.requires_grad(self._all_params)
             with fail_together(self.process_group):
-                self.local.add_group()
+                self.local.add_group(settled)
             self._consolidated = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
