@@ -66,11 +66,13 @@ class WholeTensors:
         self, params: Sequence[Tensor], muon: Mapping[str, Any] | None
     ) -> list[list[Tensor]]:
         owner: dict[Tensor, int] = {}
+        costs = {param: OPERATIONS * param.numel() for param in params}
+        if muon is not None:
+            for number, param in enumerate(params):
+                costs[param] += newton_schulz_flops(muon, param, number)
         for weighs in (True, False):
             chosen = [p for p in params if p.requires_grad is weighs]
-            sizes = [OPERATIONS * param.numel() for param in chosen]
-            for i, param in enumerate(chosen if muon else ()):
-                sizes[i] += newton_schulz_flops(muon or {}, param, self._params.called(param))
+            sizes = [costs[param] for param in chosen]
             loads = [*self._loads[weighs]]
             ties = None if weighs else self._loads[True]
             owners = ops.partition_greedy(sizes, self.ranks.size, loads, ties)

@@ -394,6 +394,11 @@ def test_shardings_that_cut_matrices(sharding: str) -> None:
     given[0]["algorithm"] = "normuon"
     with pytest.raises(CutMatricesError, match=r"'wq' of shape \(64, 64\) is cut .*'zero1'"):
         estimate(given, sharding=sharding, world_size=2)
+    flat = torch.empty(64, 64, 2, device="meta", requires_grad=True)
+    with pytest.raises(CutMatricesError, match=r"parameter 0 of shape \(64, 64, 2\) is cut"):
+        FusedMuon.estimate(
+            [{"params": flat, "flatten": True, "beta2": 0.9}], sharding=sharding, world_size=2
+        )
 
 
 def test_what_an_optimizer_rejects_is_rejected() -> None:
