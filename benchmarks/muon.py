@@ -23,7 +23,10 @@ from torchopt_ext.cli.tensors import gpt2_shapes
 OURS, OURS_BF16, TORCH = "FusedMuon", "FusedMuon, bf16 products", "torch Muon + AdamW fused"
 DION = "dion Muon + AdamW fused"
 CLIP, NO_PRODUCTS = "clip+step", "clip+step, no products"
-GPT2, HEADS, EXPERTS, TINY = "GPT-2 124 M", "576 heads", "8 of 64 experts", "2,000 of 32 x 32"
+GPT2, LAYER = "GPT-2 124 M", "one layer of GPT-2"
+HEADS, EXPERTS, TINY = "576 heads", "8 of 64 experts", "2,000 of 32 x 32"
+# Times of torch's step over ours that the documentation promises.
+BOUNDS = {GPT2: 2.5, LAYER: 2.5, HEADS: 8.0, EXPERTS: 8.0, TINY: 20.0}
 MAX_NORM = 1.0
 MUON = {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
@@ -37,6 +40,7 @@ def sets(quick: bool) -> dict[str, tuple[Shapes, Shapes]]:
     size, few = (64, 20) if quick else (768, 1)
     return {
         GPT2: (matrices, [*embeddings, *vectors]),
+        LAYER: (matrices[:4], vectors[:8]),  # where torch's bf16 product takes minutes for GPT-2
         HEADS: ([(64, size)] * (432 // few) + [(size, 64)] * (144 // few), []),
         EXPERTS: ([(4 if quick else 64, 256, 128)] * 8, []),
         TINY: ([(32, 32)] * (100 if quick else 2000), []),
@@ -139,7 +143,7 @@ def main() -> None:
     builds += [partial(build_dion, name, *its) for name, its in shapes.items()]
     rows, missing = harness.measure(builds, options.rounds)
     targets = []
-    for name, bound in zip(sets(quick=True), (2.5, 8.0, 8.0, 20.0), strict=True):
+    for name, bound in BOUNDS.items():
         row = find(rows, name, CLIP, OURS)
         times = row and row["times_as_fast_as"][TORCH]
         targets.append(target_line(f"{name}: times as fast", times, bound))

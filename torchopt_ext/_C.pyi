@@ -64,7 +64,9 @@ def carve(
     device: torch.device | None = None,
     *,
     one_version: bool = False,
+    stepped_on: torch.device | None = None,  # then in host memory that this device can access
 ) -> list[Tensor]: ...
+def is_host_memory(tensor: Tensor) -> bool: ...
 
 # Makes a 16-bit copy, and its version counter, what the weight's are.
 def renew_copy(copy: Tensor, weight: Tensor) -> None: ...

@@ -278,12 +278,14 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   return factors;
 }
 
+void leave_pages(void*, size_t, at::Device) {}
+
 }  // namespace
 
 const Passes& passes() {
   static constexpr Passes all{
-      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update,
-      prepare,        update, scaled_copy,       digest,         lr_factors};
+      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update, prepare, update,
+      scaled_copy,    digest, lr_factors,        leave_pages,    leave_pages};
   return all;
 }
 

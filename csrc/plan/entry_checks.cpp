@@ -8,6 +8,7 @@
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
+#include "work/host_memory.h"
 
 namespace torchopt_ext {
 namespace {
@@ -43,7 +44,7 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
                 "; expected float32 for bfloat16 or float16");
   }
   check_memory(master, what);
-  check_matches(master, what, param, param_what);
+  check_state_matches(master, what, param, param_what);
 }
 
 // Returns the length of a parameter's rows. 8-bit moments need contiguous rows of at least one
@@ -93,6 +94,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   for (size_t array = 0; array < kPersistentArrays; ++array) {
     work.memory[array] = writable(array == kParam ? dense : tensors[array]);
   }
+  work.on_host = std::any_of(work.memory + kState, work.memory + kScale, is_host_memory);
   work.numel = reals_per_element(dense) * dense.numel();
   work.row_length = row_length(dense);
   work.layout = {.param = dtype_of(dense),
@@ -156,7 +158,7 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
     }
     if (!is_quantized) {
       check_supported(state, state_what, /*complex=*/true);
-      check_matches(state, state_what, dense, param_what);
+      check_state_matches(state, state_what, dense, param_what);
       TORCH_CHECK((dtype_of(state) == DType::kFloat64) == (dtype_of(dense) == DType::kFloat64) &&
                       state.is_complex() == dense.is_complex(),
                   state_what, " has dtype ", state.scalar_type(), ", its parameter has ",
@@ -171,7 +173,7 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
     TORCH_CHECK(state.defined() && state.scalar_type() == expected, state_what, " has dtype ",
                 state.scalar_type(), ", expected ", expected, " beside scales of 8-bit moments");
     check_memory(state, state_what);
-    check_matches(state, state_what, dense, param_what);
+    check_state_matches(state, state_what, dense, param_what);
     const at::Tensor& scale = tensors[kScale + k];
     const Label scale_what = what(kScale + k, i);
     TORCH_CHECK(scale.defined(), scale_what, " is missing beside moments of int8");

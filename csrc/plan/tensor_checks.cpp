@@ -7,6 +7,7 @@
 #include "kernels/control.h"
 #include "kernels/exact_accumulator.h"
 #include "plan/tensor_fields.h"
+#include "work/host_memory.h"
 
 namespace torchopt_ext {
 
@@ -43,10 +44,25 @@ void check_memory(const at::Tensor& tensor, const Label& what) {
               tensor.has_storage() ? " has had its storage freed" : " has no storage");
 }
 
-void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
-                const Label& other_what) {
+namespace {
+
+void check_sizes(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                 const Label& other_what) {
   TORCH_CHECK(tensor.sizes() == other.sizes(), what, " has shape ", tensor.sizes(), ", expected ",
               other.sizes(), " as ", other_what);
+}
+
+void check_strides(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                   const Label& other_what) {
+  TORCH_CHECK(same_layout(tensor, other), what, " has strides ", tensor.strides(), ", expected ",
+              other.strides(), " as ", other_what);
+}
+
+}  // namespace
+
+void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                const Label& other_what) {
+  check_sizes(tensor, what, other, other_what);
   TORCH_CHECK(tensor.device() == other.device(), what, " is on ", tensor.device(), ", expected ",
               other.device(), " as ", other_what);
 }
@@ -54,8 +70,17 @@ void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& o
 void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
                    const Label& other_what) {
   check_like(tensor, what, other, other_what);
-  TORCH_CHECK(same_layout(tensor, other), what, " has strides ", tensor.strides(), ", expected ",
-              other.strides(), " as ", other_what);
+  check_strides(tensor, what, other, other_what);
+}
+
+void check_state_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                         const Label& other_what) {
+  if (tensor.is_cpu() && is_host_memory(address(*tensor.unsafeGetTensorImpl()))) {
+    check_sizes(tensor, what, other, other_what);
+  } else {
+    check_like(tensor, what, other, other_what);
+  }
+  check_strides(tensor, what, other, other_what);
 }
 
 void check_dense(const at::Tensor& tensor, const Label& what) {

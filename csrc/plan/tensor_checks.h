@@ -36,6 +36,10 @@ void check_like(const at::Tensor& tensor, const Label& what, const at::Tensor& o
 // Raises unless shape, device and strides are those of `other`, so that element indices agree.
 void check_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
                    const Label& other_what);
+// The same of a parameter's state, which may also be in host memory that the device can access
+// (work/host_memory.h).
+void check_state_matches(const at::Tensor& tensor, const Label& what, const at::Tensor& other,
+                         const Label& other_what);
 
 // Raises unless storage order covers every element once: no overlap between elements, no gaps.
 void check_dense(const at::Tensor& tensor, const Label& what);

@@ -9,6 +9,7 @@
 
 #include "plan/tensor_checks.h"
 #include "python/bindings.h"
+#include "work/host_memory.h"
 
 namespace torchopt_ext {
 namespace {
@@ -37,8 +38,12 @@ int64_t aligned(int64_t bytes) {
   return (bytes + kCarveAlignment - 1) / kCarveAlignment * kCarveAlignment;
 }
 
-c10::Storage allocate(at::Device device, int64_t bytes) {
+c10::Storage allocate(at::Device device, int64_t bytes, std::optional<at::Device> stepped_on) {
   TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a device");
+  if (stepped_on) {
+    return {c10::Storage::use_byte_size_t(), bytes, allocate_host_memory(bytes, *stepped_on),
+            /*allocator=*/nullptr, /*resizable=*/false};
+  }
   const c10::DeviceGuard guard(device);
   return {c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(device.type()),
           /*resizable=*/false};
@@ -64,11 +69,14 @@ at::Tensor tensor_in(const c10::Storage& block, void* memory, const at::Tensor& 
 // after the other at multiples of kCarveAlignment bytes of one allocation on `device`, or else on
 // the device of `like`. Each tensor has its own storage, which spans only its bytes and keeps the
 // allocation. With `one_version` all share a version counter, as views of one tensor would, so that
-// a change of all tensors is counted once.
+// a change of all tensors is counted once. With `stepped_on` they are zeros in the host's memory
+// that kernels of that device can access (work/host_memory.h).
 py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
-               std::optional<at::Device> device, bool one_version) {
+               std::optional<at::Device> device, bool one_version,
+               std::optional<at::Device> stepped_on) {
   TORCH_CHECK_TYPE(!dtype || !c10::isQIntType(*dtype), "dtype is ", *dtype,
                    ", expected one that is not quantized");
+  device = stepped_on ? at::kCPU : device;
   const bool as_like = !device;
   int64_t bytes = 0;
   for (size_t i = 0; i < like.size(); ++i) {
@@ -82,7 +90,7 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
                 tensor.numel(), " elements: no memory holds so many");
     bytes += aligned(bytes_of(tensor, dtype.value_or(tensor.scalar_type())));
   }
-  const c10::Storage storage = allocate(device.value_or(at::kCPU), bytes);
+  const c10::Storage storage = allocate(device.value_or(at::kCPU), bytes, stepped_on);
   auto* memory = static_cast<char*>(storage.mutable_data());
   py::list carved(like.size());
   c10::VariableVersion version;
@@ -109,7 +117,11 @@ py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
 
 void add_carve(py::module_& m) {
   m.def("carve", carve, py::arg("like"), py::arg("dtype") = py::none(),
-        py::arg("device") = py::none(), py::kw_only(), py::arg("one_version") = false);
+        py::arg("device") = py::none(), py::kw_only(), py::arg("one_version") = false,
+        py::arg("stepped_on") = py::none());
+  m.def("is_host_memory", [](const at::Tensor& tensor) {
+    return is_host_memory(tensor.unsafeGetTensorImpl()->unsafe_storage().data());
+  });
 }
 
 }  // namespace torchopt_ext

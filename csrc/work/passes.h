@@ -57,6 +57,9 @@ struct Passes {
   void (*digest)(const WorkList& arrays, const at::Tensor& digests);
   // Returns the schedule's factor after each of `steps` (int64), as float64.
   at::Tensor (*lr_factors)(const Schedule& schedule, const at::Tensor& steps);
+  // Lets kernels of the device access pages of the host's memory (host_memory.h).
+  void (*lock_pages)(void* memory, size_t bytes, at::Device device);
+  void (*unlock_pages)(void* memory, size_t bytes, at::Device device);
 };
 
 namespace cpu {

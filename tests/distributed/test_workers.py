@@ -36,6 +36,7 @@ def worker(
         worker("containers_dcp", (2,)),
         worker("estimate", (2,)),
         worker("fsdp", (2,)),
+        worker("host_states", (2,), NEWEST),
         worker("muon", (4, 2), NEWEST, seconds=300),
         worker("muon", (3, 1), NEWEST, SLOW, seconds=300),
         worker("muon_zero", (2,), NEWEST, seconds=300),

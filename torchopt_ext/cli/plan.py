@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Collection
@@ -119,6 +120,21 @@ def parser() -> Parser:
         ("--network", "network bandwidth of a rank; adds the time to send"),
     ):
         command.add_argument(option, type=positive, metavar="GB/S", help=text)
+    command.add_argument(
+        "--state-device", choices=("cpu",), help="hold masters and moments in memory of the host"
+    )
+    command.add_argument(
+        "--state-fraction",
+        type=positive,
+        metavar="F",
+        help="the part of them that is held there (1)",
+    )
+    command.add_argument(
+        "--link", type=positive, metavar="GB/S", help="between GPU and host, in each direction"
+    )
+    command.add_argument(
+        "--gpu-memory", type=positive, metavar="GB", help="of a GPU: says what fits beside it"
+    )
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
     return command
@@ -127,6 +143,9 @@ def parser() -> Parser:
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
     chosen = [options.file, options.model, options.params, options.shapes]
+    for option in ("state_fraction", "link"):
+        if getattr(options, option) and not options.state_device:
+            raise CommandError(f"--{option.replace('_', '-')} needs --state-device cpu")
     if sum(source is not None for source in chosen) != 1:
         raise CommandError("give one of FILE, --model, --params and --shapes")
     if options.world_size > MOST_RANKS:
@@ -154,6 +173,8 @@ def main(args: list[str]) -> int:
                         grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
                         master_weights=options.master_weights,
                         state_dtype=storage_of(options).state_dtype,
+                        state_device=options.state_device,
+                        state_fraction=options.state_fraction or 1.0,
                         fp32_moments=fp32_moments,
                         norm=not options.no_norm,
                     )
@@ -240,6 +261,8 @@ def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
         times["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
     if options.network:
         times["send_seconds"] = max(rank.sent for rank in ranks) / (options.network * 1e9)
+    if options.link:
+        times["link_seconds"] = max(rank.host for rank in ranks) / (options.link * 1e9)
     return times
 
 
@@ -272,7 +295,9 @@ def as_json(
             sharding: {
                 "uneven": unevenness([rank.elements for rank in ranks]),
                 **seconds(ranks, options),
-                "ranks": [vars(rank) | {"held": rank.held} for rank in ranks],
+                "ranks": [
+                    vars(rank) | {"held": rank.held, "on_device": rank.on_device} for rank in ranks
+                ],
             }
             for sharding, ranks in plans.items()
         },
@@ -318,6 +343,7 @@ def as_text(
         for sharding, rank in most.items()
     ]
     lines.append(table(header, rows))
+    lines += about_host(plans, options)
     lines += about_muon(plans)
     if options.world_size == 1:
         return "\n".join(lines)
@@ -338,6 +364,33 @@ def as_text(
         first, *_, last = [n for n, _ in group] * 2
         rows.append([f"{first}" if first == last else f"{first}-{last}", *row])
     return "\n".join([*lines, table(["rank", *columns], rows)])
+
+
+def about_host(plans: dict[str, list[RankBytes]], options: Any) -> list[str]:
+    """Returns lines about states on the host, and about what fits into a GPU's memory."""
+    lines = []
+    if options.state_device:
+        of = {plan: max(ranks, key=lambda rank: rank.host) for plan, ranks in plans.items()}
+        lines = [
+            f"{plan}: {size(rank.host)} of states on the host, {size(rank.on_device)} on the GPU"
+            for plan, rank in of.items()
+        ]
+    if options.gpu_memory:
+        most = options.gpu_memory * 1e9
+        lines += [f"{plan}: {_fit(fullest(ranks), most)}" for plan, ranks in plans.items()]
+    return ["", *lines] if lines else []
+
+
+def _fit(rank: RankBytes, most: float) -> str:
+    """Says whether a rank's bytes fit, and how many of its states must lie on the host."""
+    left = most - rank.on_device
+    if left >= 0:
+        return f"fits, and leaves {size(left)} for activations and buffers"
+    movable = rank.masters + rank.moments - rank.host
+    if movable + left < 0:
+        return f"does not fit, even with all states on the host: {size(-movable - left)} too much"
+    fraction = math.ceil(100 * (rank.host - left) / (rank.masters + rank.moments)) / 100
+    return f"fits with --state-device cpu --state-fraction {fraction:g}, with nothing left"
 
 
 def about_muon(plans: dict[str, list[RankBytes]]) -> list[str]:

@@ -147,6 +147,10 @@ class Offloader:
         if getattr(optimizer, "_context", IDLE) is not IDLE:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         check_kinds(include)
+        if getattr(optimizer, "host_bytes", 0):
+            raise RuntimeError(
+                "the optimizer's states lie on the host: it was given state_device='cpu'"
+            )
         for kind in include:
             moving = [t for t in tensors_of(optimizer, kind) if is_on_device(local_tensor(t))]
             if moving:

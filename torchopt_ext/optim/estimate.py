@@ -38,7 +38,7 @@ from torchopt_ext.state.matrices import (
 )
 from torchopt_ext.state.pieces import is_stack
 from torchopt_ext.state.quantized import groups_before
-from torchopt_ext.state.storage import MASTER, MasterWeights, StateDtype, Storage
+from torchopt_ext.state.storage import MASTER, MasterWeights, StateDevice, StateDtype, Storage
 
 STEP = 4
 """Bytes of a tensor's step count."""
@@ -70,6 +70,8 @@ class RankBytes:
         masters: fp32 master weights or remainders.
         moments: the algorithm's states, such as first and second moments, and their scales.
         steps: the tensors' step counts; a tensor that is cut has one in each piece.
+        host: how many bytes of ``masters`` and ``moments`` lie in memory of the host, to within the
+            states of one tensor. A step moves them over the link once in each direction.
         moved: memory read and written by the optimizer's step.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
             if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
@@ -85,6 +87,7 @@ class RankBytes:
     masters: int
     moments: int
     steps: int
+    host: int
     moved: int
     sent: int
     newton_schulz_flops: int
@@ -93,6 +96,11 @@ class RankBytes:
     def held(self) -> int:
         """All bytes that are held when a step begins."""
         return self.weights + self.gradients + self.masters + self.moments + self.steps
+
+    @property
+    def on_device(self) -> int:
+        """The bytes held beside the parameters, without those on the host."""
+        return self.held - self.host
 
 
 class CutMatricesError(ValueError):
@@ -163,6 +171,8 @@ def estimate(
     grad_dtype: torch.dtype | None = None,
     master_weights: MasterWeights | None = None,
     state_dtype: StateDtype | None = None,
+    state_device: StateDevice = None,
+    state_fraction: float = 1.0,
     algorithm: str = "adamw",
     norm: bool = True,
     bucket_elements: int | None = None,
@@ -183,7 +193,8 @@ def estimate(
             "zero1", and "fsdp" for stacks of matrices.
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
-        master_weights, state_dtype: as FusedAdamW's.
+        master_weights, state_dtype, state_device, state_fraction: as FusedAdamW's, for parameters
+            on GPUs.
         algorithm: "adamw", "adam", "lion", "sgd", "muon" or "normuon", of the groups that name
             none.
         norm: whether gradients are clipped or checked, which reads them once more.
@@ -206,7 +217,10 @@ def estimate(
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     reject_unknown(defaults, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
-    storage = Storage(master_weights, state_dtype)
+    storage = Storage(
+        master_weights, state_dtype, state_device=state_device, state_fraction=state_fraction
+    )
+    on_host = state_fraction if storage.state_device == "cpu" else 0.0
     check_chosen(fp32_moments)
     if isinstance(params, nn.Module):
         kind = type(params).__name__
@@ -260,6 +274,7 @@ def estimate(
         reduced: int, tensors: int, beside: int, flops: int, *elements: int
     ) -> RankBytes:
         by_kind = list(zip(shares.elements, elements, strict=True))
+        by_element = sum((kind.master + kind.moments) * n for kind, n in by_kind)
         return RankBytes(
             elements=sum(elements),
             weights=weights + shares.weights,
@@ -267,6 +282,7 @@ def estimate(
             masters=sum(kind.master * n for kind, n in by_kind),
             moments=sum(kind.moments * n for kind, n in by_kind) + beside,
             steps=STEP * tensors,
+            host=round(on_host * by_element),
             moved=sum(kind.moved * n for kind, n in by_kind) + 2 * beside,
             sent=sent * (world_size - 1) // world_size,
             newton_schulz_flops=flops,

@@ -19,7 +19,7 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOptions
-from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.placed_states import PlacedStates
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import (
     algorithm_of,
@@ -35,13 +35,14 @@ from torchopt_ext.state.algorithms import (
 from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
+from torchopt_ext.state.host_memory import HostMemory, is_on_host
 from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.masters import refresh_master, scale_weight, set_weight
 from torchopt_ext.state.matrices import fix_settings, matrices_of
 from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
 from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.state.quantized import SCALES, fit_moments
-from torchopt_ext.state.storage import REMAINDER, Storage, with_own_steps
+from torchopt_ext.state.storage import REMAINDER, with_own_steps
 from torchopt_ext.statedict.loaded import (
     Loaded,
     Slot,
@@ -56,7 +57,7 @@ from torchopt_ext.statedict.low_bit import dequantized, with_step
 from torchopt_ext.statedict.weights import read_weights
 
 
-class FusedOptimizer(HookedStep, PlannedStep):
+class FusedOptimizer(HookedStep, PlacedStates):
     """An optimizer of param groups that may have different algorithms, with one norm and decision.
 
     A group's ``"algorithm"`` is one of "adamw", "adam", "lion", "sgd", "muon" and "normuon".
@@ -113,7 +114,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         check_values(defaults)
         defaults = {key: value for key, value in defaults.items() if value or key not in DECAY}
         chosen = StepOptions.of(type(self), {k: v for k, v in options.items() if k not in DECAY})
-        self._storage = Storage(chosen.master_weights, chosen.state_dtype)
+        self._storage = chosen.storage
         names = tuple(i if isinstance(i, str) else "a parameter" for i in chosen.fp32_moments)
         # The group and the tensors are not the options' to keep alive.
         self._options = replace(chosen, fp32_moments=names, process_group=None)
@@ -127,6 +128,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             super().__init__(params, dict(defaults))
             self._fp32_moments = tuple(chosen.fp32_moments)
             self._select_fp32_moments(partial=chosen.process_group is not None)
+            self._reserve_host_memory()
 
     def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
@@ -214,6 +216,8 @@ class FusedOptimizer(HookedStep, PlannedStep):
                     raise ValueError("decay_follows_lr is True, but lr is 0: name the largest lr")
             self._check_group(group)
             self._select_fp32_moments()
+            if self._fp32_moments is not None:  # the constructor has all groups
+                self._reserve_host_memory()
         _holders[id(self.param_groups[-1]["params"])] = self
 
     def defaults_of_new(self, group: Any) -> dict[str, Any]:
@@ -268,6 +272,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
         """
         drop_replaced(self)
+        self._wait_for_states()
         self._mark_control(follow=True)
         packed = super().state_dict()
         if not (isinstance(packed, dict) and "state" in packed):
@@ -353,14 +358,15 @@ class FusedOptimizer(HookedStep, PlannedStep):
         Args:
             control: the result of :meth:`control_to_load`.
         """
-        state = loaded.foreign | {
-            slot.param: {
-                name: converted(name, value, slot.param, self._storage)
-                for name, value in self._kept(slot).items()
+        self._wait_for_states()
+        state = dict(loaded.foreign)
+        slots = [slot for slot in loaded.slots if slot.entry]
+        for slot, entry in zip(slots, [*map(self._kept, slots)], strict=True):
+            held = self.state.get(slot.param, {})
+            state[slot.param] = {
+                name: converted(name, value, slot.param, self._storage, held.get(name))
+                for name, value in entry.items()
             }
-            for slot in loaded.slots
-            if slot.entry
-        }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(control)
         self._marks = {}  # the next step compares loaded masters with the weights
@@ -381,7 +387,15 @@ class FusedOptimizer(HookedStep, PlannedStep):
         return isinstance(value, Tensor) and local is local_tensor(held)
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
-        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
+        entry = fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
+        # Loading overwrites states on the host, which the dict may give to other parameters.
+        held = self.state.get(slot.param, {})
+        return {
+            name: value.clone()
+            if isinstance(value, Tensor) and is_on_host(value) and value is not held.get(name)
+            else value
+            for name, value in entry.items()
+        }
 
     def __copy__(self) -> Self:
         """Returns an optimizer with the same groups and state, as torch's copies have."""
@@ -415,12 +429,15 @@ class FusedOptimizer(HookedStep, PlannedStep):
         return portable
 
     def _portable_state(self) -> dict[str, Any]:
+        self._wait_for_states()
         of_container = ("first_parameter_number", "parameter_names")
         kept = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | kept
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
-            "_storage": replace(self._storage, fp32_moments=frozenset()),  # looks again
+            "_storage": replace(
+                self._storage, fp32_moments=frozenset(), host=HostMemory()
+            ),  # looks again
             "_fp32_moments": self._fp32_moments,
             "_fp32_places": self._fp32_places,
             "_options": self._options,
@@ -461,6 +478,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             ValueError: a weight is missing or does not fit (all are listed). Nothing is changed.
         """
         named = named_params(self)
+        self._wait_for_states()
         if from_ is not None:
             self._set_weights_and_state(read_weights(from_, named, self._keeps_master))
             return
@@ -487,6 +505,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
             if own is param or (isinstance(param, str) and name == param):
                 if marked_cut(own) is not None:
                     raise ValueError(f"parameter {name!r} is a part of a weight, whose rows count")
+                self._wait_for_states()
                 scale_weight(own, self.state.get(own, {}), factors, self._storage)
                 self._mark_weights([own])
                 return
@@ -521,6 +540,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         return replace(
             self._options,
             master_weights=self._storage.master_weights,
+            state_device=self._storage.state_device,
             **{name: getattr(self, name) for name in live},
         )
 

@@ -16,7 +16,7 @@ from typing_extensions import Doc  # torch requires this package
 from torchopt_ext._arguments import did_you_mean, expect_bools, expect_counts, expect_group
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.state.storage import MasterWeights, StateDtype, Storage
+from torchopt_ext.state.storage import MasterWeights, StateDevice, StateDtype, Storage
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ class StepArguments(TypedDict, total=False):
     rounding_seed: int
     write_back_gradients: bool
     track: bool | Collection[str]
+    state_device: StateDevice
+    state_fraction: float
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -80,6 +82,12 @@ class StepOptions:
         track: what a step records of each parameter: "norms", "lost_updates". Norms are of gradient
             and update, lost updates the elements whose update rounded to nothing; see
             ``telemetry``. True for both.
+        state_device: where moments, master weights and remainders of parameters on a GPU lie. None:
+            beside the parameters. "cpu": in page-locked memory of the host, which the step reads
+            and writes through the link, with the same bits (docs/offload.md). Step counts, scales
+            and values by row stay on the GPU. Parameters on the CPU are held as ever.
+        state_fraction: the part of the bytes that lies on the host with state_device "cpu". The
+            states of the first parameters stay on the GPU.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -101,6 +109,8 @@ class StepOptions:
     rounding_seed: int = 0
     write_back_gradients: bool = False
     track: Collection[str] = ()
+    state_device: StateDevice = None
+    state_fraction: float = 1.0
     process_group: Any = field(default=None, compare=False)  # torch.distributed.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -114,9 +124,11 @@ class StepOptions:
             raise ValueError(f"Invalid rounding_seed: {seed}, expected 64 bits")
         check_chosen(self.fp32_moments)
         bits = track_bits(self.track)
+        storage = self.storage
         expect_group(self.process_group)
         vars(self).update(
-            state_dtype=Storage(self.master_weights, self.state_dtype).state_dtype,
+            state_dtype=storage.state_dtype,
+            state_device=storage.state_device,
             rounding_seed=seed,
             track=tuple(name for name, bit in TRACKED.items() if bits & bit),
         )
@@ -134,6 +146,16 @@ class StepOptions:
                 f"{owner.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}"
             )
         return cls(**arguments)
+
+    @property
+    def storage(self) -> Storage:
+        """How weights and states are held, without the choices by parameter."""
+        return Storage(
+            self.master_weights,
+            self.state_dtype,
+            state_device=self.state_device,
+            state_fraction=self.state_fraction,
+        )
 
     @property
     def of_plan(self) -> dict[str, Any]:

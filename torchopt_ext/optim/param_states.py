@@ -18,8 +18,9 @@ from torchopt_ext.optim.owners import groups_of_shared, number_of, shared_params
 from torchopt_ext.state.algorithms import STATES, algorithm_of, without_codes
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
+from torchopt_ext.state.host_memory import Need, is_on_host, place_states
 from torchopt_ext.state.local import local_tensor
-from torchopt_ext.state.masters import fit_master
+from torchopt_ext.state.masters import fit_master, refresh_master
 from torchopt_ext.state.matrices import SETTINGS, check_settings, coefficients_of, matrices_of
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.quantized import (
@@ -85,13 +86,16 @@ def init_param_states(
         steps = torch.zeros(len(states), dtype=torch.float32, device=device)
         for state, step in zip(states, steps.unbind(), strict=True):
             state["step"] = step
+    hosted: list[tuple[dict[str, Any], Need]] = []
     small: dict[tuple[str, torch.dtype], list[tuple[Tensor, dict[str, Any]]]] = {}
     for group, param, state in entries:
         lies_with_others = _lies_with_others(param)
         for moment, dtype in moments_of(group, param, storage).items():
             if moment in BY_ROW or moment in state or OTHER_FORM.get(moment) in state:
                 continue
-            if lies_with_others:
+            if storage.on_host(param):
+                hosted.append((state, Need(param, moment, dtype)))
+            elif lies_with_others:
                 small.setdefault((moment, dtype), []).append((local_tensor(param), state))
             else:
                 state[moment] = torch.zeros_like(param, dtype=dtype)
@@ -101,6 +105,16 @@ def init_param_states(
         torch._foreach_zero_(carved)
         for (_, state), tensor in zip(members, carved, strict=True):
             state[moment] = tensor
+    if hosted:  # masters, too, in one allocation
+        for _, param, state in entries:
+            kept = storage.master_of(param)
+            if kept and storage.on_host(param) and MASTERS.keys().isdisjoint(state):
+                hosted.append((state, Need(param, kept, MASTERS[kept])))
+        needs = [need for _, need in hosted]
+        for (state, need), memory in zip(hosted, storage.host.take(needs), strict=True):
+            state[need.name] = memory
+            if need.name in MASTERS:
+                refresh_master(need.param, state)
     for group, param, state in entries:
         for moment in BY_ROW.intersection(moments_of(group, param, storage)) - state.keys():
             state[moment] = rows_like(group, param)
@@ -153,9 +167,11 @@ def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int
     dtype = storage.float_dtype(param) if chosen else local.dtype
     dense = torch.empty_like(like, memory_format=torch.preserve_format)  # `like` may have gaps
     placed = local.is_contiguous() if name in SCALES else local.stride() == dense.stride()
-    if placed and local.device == like.device and local.dtype == dtype:
+    on_host = name not in SCALES and storage.on_host(param)
+    there = on_host or local.device == like.device
+    if placed and there and is_on_host(value) == on_host and local.dtype == dtype:
         return value
-    fitted = scales_like(param) if name in SCALES else torch.zeros_like(param, dtype=dtype)
+    fitted = scales_like(param) if name in SCALES else storage.zeros(param, name, dtype)
     local_tensor(fitted).copy_(local)
     return fitted
 
@@ -194,6 +210,7 @@ def _fit_state(
     fit_master(param, state, storage)
     like = local_tensor(param)
     placing = like.device, like.shape, like.stride()
+    on_host = storage.on_host(param)
     moments = moments_of(group, param, storage)
     held: list[Tensor | None] = [param]
     for name in _slots(group, param, storage):
@@ -211,6 +228,7 @@ def _fit_state(
             or value.layout is not torch.strided
             or value.dtype != (moments.get(name) or MASTERS.get(name))
             or (value.device, value.shape, value.stride()) != placing
+            or is_on_host(value) != (on_host and name not in SCALES)
         ):
             value = state[name] = _fit(name, value, param, storage, what)
         held.append(value)
@@ -294,6 +312,7 @@ def build_plan(
             reject_incomplete(name or position, state, group)
             lacking.append((group, param, state))
     init_param_states(lacking, storage)
+    place_states(((param, state) for *_, param, state in stepped), storage)
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for position, _, _, name, param, state in stepped:
         device = local_tensor(param).device

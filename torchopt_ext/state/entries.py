@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import ADAM, STATES, State
 from torchopt_ext.state.by_row import BY_ROW, has_rows_of, row_problem
+from torchopt_ext.state.host_memory import Need, is_on_host
 from torchopt_ext.state.local import (
     PLAIN,
     inner_tensors,
@@ -267,8 +268,11 @@ def _same_kind(value: Any, live: Any) -> bool:
     return both or (type(value) is type(live) and not isinstance(live, tuple))
 
 
-def converted(name: str, value: Any, param: Tensor, storage: Storage) -> Any:
+def converted(name: str, value: Any, param: Tensor, storage: Storage, held: Any = None) -> Any:
     """Returns a checked entry in memory of its own, on the parameter's device.
+
+    An entry that lies on the host replaces the values of ``held``, the optimizer's own, so that the
+    host holds it once.
 
     torch casts every floating-point entry to the parameter's dtype, float32 moments of a bfloat16
     parameter included. Here moments get the dtype of ``storage``, and masters keep their own dtype.
@@ -289,5 +293,13 @@ def converted(name: str, value: Any, param: Tensor, storage: Storage) -> Any:
         dtype = torch.float32
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():
         dtype = param.dtype
+    if storage.on_host(param) and storage.by_element([name]):
+        fits = isinstance(held, Tensor) and is_on_host(held) and held.dtype == dtype
+        fits = fits and shape_problem(held, param) is None
+        target = held if fits else storage.host.take_reserved(Need(param, name, dtype))
+        device = torch.device("cpu")
+        if target is not None:
+            local_tensor(target).copy_(local_tensor(value))
+            return target
     same = value.dtype == dtype and value.device == device
     return value.detach().clone() if same else value.detach().to(device, dtype, copy=True)

@@ -33,7 +33,7 @@ def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
                 raise ValueError(f"a remainder completes a bfloat16 parameter, not {param.dtype}")
             set_weight(param, state, weight_of(param, state), storage)
         else:
-            state[kept] = torch.zeros_like(param, dtype=MASTERS[kept])
+            state[kept] = storage.zeros(param, kept, MASTERS[kept])
             refresh_master(param, state)
     for other in MASTERS.keys() - {kept}:
         state.pop(other, None)
@@ -118,7 +118,7 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
     if kept is None:
         return
     if kept not in state:
-        state[kept] = torch.zeros_like(param, dtype=MASTERS[kept])
+        state[kept] = storage.zeros(param, kept, MASTERS[kept])
     if kept == MASTER:
         copy_local_(state[MASTER], exact)
     else:

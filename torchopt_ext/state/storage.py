@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor, is_flat, local_shape_and_offset
-from torchopt_ext.state.algorithms import State
+from torchopt_ext.state.algorithms import STATES, State
+from torchopt_ext.state.host_memory import ACCELERATORS, HostMemory, Need
 from torchopt_ext.state.local import PLAIN, inner_tensors, local_tensor
 from torchopt_ext.state.quantized import CODES, can_quantize
 
@@ -21,10 +22,15 @@ DTYPE_NAMES = {
 }  # fmt: skip
 """Values of ``state_dtype`` that are names."""
 MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
+StateDevice = Literal["cpu"] | None
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
 """Values of ``master_weights``, and the state entry that each keeps."""
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _NARROWED = (*SIXTEEN_BIT, torch.float32)  # the moments of these may have another dtype
+_BY_ELEMENT = {
+    *(name for of in STATES.values() if not of.by_row for name in (of.name, of.codes)),
+    *MASTER_WEIGHTS.values(),
+}
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 Place = tuple[int, int, int, int, int, int]
@@ -38,13 +44,27 @@ class Storage:
     Attributes:
         fp32_moments: ids of parameters that keep float32 moments if others have 8-bit moments. Ids
             do not keep parameters alive that a framework replaces in the groups.
+        resident: ids of parameters whose states are beside them although others' are on the host.
+        host: memory for states on the host.
     """
 
     master_weights: MasterWeights | None = None
     state_dtype: StateDtype | None = None
     fp32_moments: frozenset[int] = field(default=frozenset(), compare=False)
+    state_device: StateDevice = None
+    state_fraction: float = 1.0
+    resident: frozenset[int] = field(default=frozenset(), compare=False)
+    host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "state_device", _checked_device(self.state_device))
+        fraction = self.state_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            raise TypeError(f"state_fraction is {fraction!r}, expected a number")
+        if not 0.0 < fraction <= 1.0:
+            raise ValueError(
+                f"Invalid state_fraction: {fraction!r}, expected above 0 and at most 1"
+            )
         if isinstance(self.state_dtype, str):
             named = DTYPE_NAMES.get(self.state_dtype, self.state_dtype)
             object.__setattr__(self, "state_dtype", named)
@@ -59,6 +79,22 @@ class Storage:
         """Returns the state entry that completes a parameter, by MASTER_WEIGHTS, or None."""
         completed = SIXTEEN_BIT if self.master_weights == "fp32" else (torch.bfloat16,)
         return MASTER_WEIGHTS.get(self.master_weights or "") if param.dtype in completed else None
+
+    def on_host(self, param: Tensor) -> bool:
+        """Returns whether a parameter's states lie in memory of the host (state/host_memory.py)."""
+        if self.state_device is None or id(param) in self.resident:
+            return False
+        return local_tensor(param).device.type in ACCELERATORS
+
+    def by_element(self, names: Iterable[str]) -> list[str]:
+        """Returns the entries that have a value for each element: only these lie on the host."""
+        return [name for name in names if name in _BY_ELEMENT]
+
+    def zeros(self, param: Tensor, name: str, dtype: torch.dtype) -> Any:
+        """Returns zeros for an entry with a value for each element."""
+        if self.on_host(param):
+            return self.host.take([Need(param, name, dtype)])[0]
+        return torch.zeros_like(param, dtype=dtype)
 
     def quantizes(self, param: Tensor) -> bool:
         """Returns whether a parameter has 8-bit moments with scales."""
@@ -111,6 +147,21 @@ class Storage:
         if half and stochastic_rounding:
             texts += [f"stochastic_rounding {others} float16: they are rounded to nearest"]
         return "; ".join(texts) or None
+
+
+def _checked_device(device: Any) -> StateDevice:
+    """Returns "cpu", or None for the parameters' own device."""
+    name = device.type if isinstance(device, torch.device) else device
+    if name == "cpu":
+        return "cpu"
+    if name is None:
+        return None
+    if isinstance(name, str) and name.partition(":")[0] in ACCELERATORS:
+        return None
+    raise ValueError(
+        f"Invalid state_device: {device!r}, expected None, for states beside their parameters, or "
+        "'cpu'"
+    )
 
 
 def is_steppable(param: Tensor) -> bool:

@@ -116,6 +116,8 @@ def prepare_load(
     raise_missing(missing, problems)
     steps = largest_step(slot.entry for slot, _ in slots), largest_step(state for _, state in slots)
     fused: list[Any] = [each for each in optimizers if hasattr(each, "control_to_load")]
+    for optimizer in fused:
+        optimizer._wait_for_states()
     controls = [(optimizer, optimizer.control_to_load(control, *steps)) for optimizer in fused]
     return partial(_load, [_writes(*each) for each in slots], options, controls)
 

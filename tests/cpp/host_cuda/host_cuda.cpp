@@ -2,16 +2,19 @@
 // the host's memory, and launches run the kernels' bodies in loops over grid, block and thread.
 // Tests of the CPU then check the CUDA back end without a GPU (make test-host-cuda).
 #include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 
 #include "../host_cta.h"
 #include "cpu/float_mode.h"
 #include "cuda/device_table.h"
+#include "cuda/host_memory.h"
 #include "cuda/launch.h"
 #include "work/passes.h"
 
@@ -39,6 +42,41 @@ void* DeviceTable::record_use(c10::cuda::CUDAStream) { return memory_.get(); }
 
 void keep_with_graph(const std::shared_ptr<void>&, c10::cuda::CUDAStream) {}
 
+// ---- memory of the host, which the device accesses
+// ----------------------------------------------- While protection is on, it can be accessed only
+// while a kernel runs: a step's own code that touches it is a fault. Tests switch it on by ctypes.
+namespace {
+
+std::map<void*, size_t> locked_pages;
+bool is_protected = false;
+
+void allow(bool access) {
+  for (const auto& [memory, bytes] : locked_pages) {
+    mprotect(memory, bytes, access ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+}
+
+}  // namespace
+
+void lock_pages(void* memory, size_t bytes, c10::Device) {
+  TORCH_CHECK(std::getenv("HOST_CUDA_NO_LOCKS") == nullptr, "cannot lock ", bytes, " bytes");
+  locked_pages[memory] = bytes;
+}
+
+void unlock_pages(void* memory, size_t bytes, c10::Device) {
+  mprotect(memory, bytes, PROT_READ | PROT_WRITE);
+  locked_pages.erase(memory);
+}
+
+}  // namespace torchopt_ext
+
+extern "C" void host_cuda_protect(int on) {
+  torchopt_ext::is_protected = on != 0;
+  torchopt_ext::allow(on == 0);
+}
+
+namespace torchopt_ext {
+
 // ---- launches ---------------------------------------------------------------------------------
 // Checks the launch as CUDA does. A GPU's arithmetic does not follow the host's rounding mode.
 template <class Kernel>
@@ -46,7 +84,13 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
   TORCH_INTERNAL_ASSERT(blocks > 0 && blocks <= INT32_MAX, "a grid of ", blocks, " blocks");
   TORCH_INTERNAL_ASSERT(stream == c10::cuda::CUDAStream{}, "not the current stream");
   const FloatMode mode;
+  if (is_protected) {
+    allow(true);
+  }
   run_on_host(kernel, blocks);
+  if (is_protected) {
+    allow(false);
+  }
 }
 
 }  // namespace torchopt_ext

@@ -21,7 +21,7 @@ from torchopt_ext.__main__ import COMMANDS, main
 from torchopt_ext.cli import info
 from torchopt_ext.cli.terminal import figures, size
 from torchopt_ext.ops import lr_factor
-from torchopt_ext.optim.estimate import SHARDINGS, estimate
+from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate
 from torchopt_ext.statedict.safetensors import DTYPES
 
 pytestmark = pytest.mark.newest_torch
@@ -157,6 +157,10 @@ def test_plan_of_very_many_ranks(run):
     assert re.search(r"\nbalanced +9,\d{3},\d{3},\d{3} +10,0\d\d,\d{3},\d{3} +\+0\.\d%\n", shown)
 
 
+def as_printed(rank: RankBytes) -> dict[str, int]:
+    return asdict(rank) | {"held": rank.held, "on_device": rank.on_device}
+
+
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
@@ -171,6 +175,11 @@ def test_plan_of_very_many_ranks(run):
         ("--algorithm lion", {"algorithm": "lion"}),
         ("--algorithm sgd --momentum", {"algorithm": "sgd", "momentum": 0.9}),
         ("--no-norm", {"norm": False}),
+        ("--state-device cpu", {"state_device": "cpu"}),
+        (
+            "--state-device cpu --state-fraction 0.25 --master-weights fp32",
+            {"state_device": "cpu", "state_fraction": 0.25, "master_weights": "fp32"},
+        ),
     ],
 )
 def test_plan_estimates_what_its_options_say(run, options, arguments):
@@ -180,7 +189,7 @@ def test_plan_estimates_what_its_options_say(run, options, arguments):
     found = json.loads(run("plan", *args, *options.split()))["shardings"]
     for sharding, plan in found.items():
         ranks = estimate(params, sharding=sharding, **{"world_size": 2} | arguments)
-        assert plan["ranks"] == [asdict(rank) | {"held": rank.held} for rank in ranks]
+        assert plan["ranks"] == [*map(as_printed, ranks)]
 
 
 def test_plan_of_8_bits_beside_embeddings(run, tmp_path):
@@ -262,6 +271,29 @@ def test_plan_of_muon_beside_another_algorithm(run):
         assert rank["moments"] == 4 * (elements + rows + states * rest)
 
 
+def test_plan_says_what_fits_beside_the_states_on_the_host(run):
+    """16 bytes a parameter: 2 of weights, 2 of gradients, 12 that may move."""
+    args = [
+        "plan",
+        "--params",
+        "1e9",
+        "--dtype",
+        "bf16",
+        "--master-weights",
+        "fp32",
+        "--world-size",
+        "1",
+    ]
+    assert "ddp: fits, and leaves 8.00 GB" in run(*args, "--gpu-memory", "24")
+    assert "--state-fraction 0.34, with nothing left" in run(*args, "--gpu-memory", "12")
+    assert "does not fit, even with all states on the host: 1.00 GB too much" in run(
+        *args, "--gpu-memory", "3"
+    )
+    on_host = run(*args, "--state-device", "cpu", "--link", "55")
+    assert "ddp: 12.0 GB of states on the host, 4.00 GB on the GPU" in on_host
+    assert f"{12e3 / 55:.0f}" in on_host  # ms
+
+
 def test_plan_of_muon_for_a_model(run, monkeypatch):
     """The model's groups are those of muon_groups, and frozen parameters are held beside them."""
     monkeypatch.chdir(ROOT)
@@ -286,7 +318,7 @@ def test_plan_of_muon_for_a_model(run, monkeypatch):
                 [*groups, {"params": frozen}], sharding=sharding, world_size=3,
                 master_weights="remainder8", state_dtype="int8",
             )  # fmt: skip
-            assert plan["ranks"] == [asdict(rank) | {"held": rank.held} for rank in ranks]
+            assert plan["ranks"] == [*map(as_printed, ranks)]
 
 
 def test_plan_of_muon_for_a_file(run, fails, tmp_path):

@@ -1,0 +1,125 @@
+"""Cases of test_workers.py: states on the host under FSDP2 and ZeRO.
+
+The memory of parameters stands for a GPU's (tests/python/optim/test_states_on_host.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.compare import assert_same_bits
+from tests.support.ranks import gathered, run_cases
+from torchopt_ext import FusedAdamW, FusedMuon, ZeroRedundancyOptimizer
+from torchopt_ext.state.host_memory import ACCELERATORS, is_on_host
+from torchopt_ext.statedict.dcp import load
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 0.5, "master_weights": "remainder"}
+
+
+def model_of(shards: bool) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(130, 70), nn.Tanh(), nn.Linear(70, 3)]
+    model = nn.Sequential(*layers).bfloat16()
+    if shards:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def groups_of(model: nn.Module, cls: Any) -> Any:
+    params = [*model.parameters()]
+    if cls is not FusedMuon:
+        return params
+    matrices, vectors = ([p for p in params if p.dim() == n] for n in (2, 1))
+    return [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}]
+
+
+def train(model: nn.Module, optimizer: Any, *seeds: int) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model(torch.randn(8, 130, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_host(optimizer: Any) -> list[bool]:
+    return [
+        is_on_host(state[name])
+        for state in optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_codes", "momentum_buffer", "remainder")
+        if name in state
+    ]
+
+
+def assert_same_run(
+    shards: bool,
+    build: Callable[..., Any],
+    reads: Callable[..., None],
+    cls: type = FusedAdamW,
+) -> None:
+    """Same bits as beside the parameters, also after a checkpoint crosses, in either direction."""
+    models = [model_of(shards) for _ in range(2)]
+    places: list[dict[str, Any]] = [{}, {"state_device": "cpu"}]
+    runs = [
+        (model, build(groups_of(model, cls), **OPTIONS, **place))
+        for model, place in zip(models, places, strict=True)
+    ]
+    for run in runs:
+        train(*run, 0, 1)
+    assert_same_bits(models[0].parameters(), models[1].parameters())
+    held = on_host(getattr(runs[1][1], "optim", runs[1][1]))
+    assert all(held) and any(gathered(bool(held)))
+    for place, (source, saved) in zip(reversed(places), runs, strict=True):
+        folder = gathered(tempfile.mkdtemp())[0]
+        dcp.save({"model": source, "optimizer": saved}, checkpoint_id=folder)
+        other = model_of(shards)
+        resumed = build(groups_of(other, cls), **OPTIONS, **place)
+        reads(other, resumed, folder)
+        train(other, resumed, 2, 3)
+        train(source, saved, 2, 3)
+        assert_same_bits(other.parameters(), source.parameters())
+        assert any(gathered(any(on_host(getattr(resumed, "optim", resumed))))) == bool(place)
+
+
+def read(model: nn.Module, optimizer: Any, folder: str) -> None:
+    load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def read_into_states(model: nn.Module, optimizer: Any, folder: str) -> None:
+    """As torch's functions do: the states are in the memory that dcp.load fills."""
+    read(model, optimizer, folder)
+    kept = {k: v for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg"}
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert {is_on_host(v) for v in kept.values()} == {
+        is_on_host(entry["exp_avg"]) for entry in saved["state"].values()
+    }
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    ACCELERATORS.add("cpu")
+    found: dict[str, Callable[[], None]] = {
+        "fsdp2": partial(assert_same_run, True, FusedAdamW, read_into_states),
+        "fsdp2, 8 bits": partial(
+            assert_same_run, True, partial(FusedAdamW, state_dtype="int8", fp32_moments=()), read
+        ),
+    }
+    for partition in ("greedy", "balanced"):
+        for cls in (FusedAdamW, FusedMuon):
+            build = partial(ZeroRedundancyOptimizer, optimizer_class=cls, partition=partition)
+            name = f"zero {partition}, {cls.__name__}"
+            found[name] = partial(assert_same_run, False, build, read, cls)
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases)

@@ -1,0 +1,332 @@
+"""States in page-locked memory of the host: same bits, where they lie, and what moves them.
+
+The memory of parameters stands for a GPU's. In `make test-host-cuda` the CUDA back end makes the
+steps, and the host's memory can then be accessed only by its kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
+from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
+from torchopt_ext.state import host_memory
+from torchopt_ext.state.host_memory import is_on_host
+
+from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.problems import copied, make_params, set_gradients, through_file, train
+from ...support.ways import BF16, WAYS, each_kind_and_way, each_way
+
+SHAPES = ((3, 4), (7,), (), (0, 2), (2, 1031), (130, 65), (1, 33_003))
+BESIDE = re.compile("step|.*_scale_v2|second_momentum_buffer")
+HOST_CUDA = re.search(r"\S*/host_cuda/\S*", Path("/proc/self/maps").read_text())
+
+
+@pytest.fixture(autouse=True)
+def memory_of_parameters_is_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "ACCELERATORS", {"cuda", "cpu"})
+    monkeypatch.setattr("torchopt_ext.state.storage.ACCELERATORS", {"cuda", "cpu"})
+
+
+@contextmanager
+def only_kernels_access_it() -> Iterator[None]:
+    """Makes any other access to the host's memory a fault, where the CUDA back end runs."""
+    library = ctypes.CDLL(HOST_CUDA[0]) if HOST_CUDA else None
+    if library:
+        library.host_cuda_protect(1)
+    try:
+        yield
+    finally:
+        if library:
+            library.host_cuda_protect(0)
+
+
+def step(optimizer: Any) -> None:
+    with only_kernels_access_it():
+        optimizer.step()
+
+
+def lies(optimizer: Any) -> dict[int, set[bool]]:
+    """Returns by parameter whether its entries by element lie on the host."""
+    return {
+        i: {is_on_host(v) for k, v in optimizer.state[p].items() if not BESIDE.fullmatch(k)}
+        for i, p in enumerate(optimizer.param_groups[0]["params"])
+        if p.numel()
+    }
+
+
+def both(way: str, kind: str = "AdamW", **options: Any) -> tuple[Any, Any]:
+    """Returns an optimizer with states beside the parameters, and one with ``options``."""
+    more = {"lr": 0.02, "max_grad_norm": 3.0, "skip_nonfinite": True, "rounding_seed": 5}
+    _, beside = WAYS[way].build(kind, shapes=SHAPES, **more)
+    _, on_host = WAYS[way].build(kind, shapes=SHAPES, **more, state_device="cpu", **options)
+    return beside, on_host
+
+
+def assert_same_steps(beside: Any, on_host: Any, moves: Callable[[], None] = lambda: None) -> None:
+    for seed in range(4):
+        moves()
+        for optimizer in (beside, on_host):
+            params = optimizer.param_groups[0]["params"]
+            set_gradients(params, seed=seed)
+            if seed == 2:
+                params[0].grad.view(-1)[0] = torch.nan
+            if seed == 3:
+                params[1].grad = None
+        beside.step()
+        step(on_host)
+    assert snapshot(on_host) == snapshot(beside)
+    assert on_host.control.grad_norm == beside.control.grad_norm
+    assert on_host.control.skipped_steps == 1
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+@each_kind_and_way
+def test_same_bits(kind: str, way: str, fraction: float) -> None:
+    beside, on_host = both(way, kind, state_fraction=fraction)
+    assert_same_steps(beside, on_host)
+    where = {i: its for i, its in lies(on_host).items() if its}
+    if not where:
+        return  # plain SGD
+    assert all(len(its) == 1 for its in where.values())
+    assert {True} in where.values()
+    assert ({False} in where.values()) == (fraction < 1.0)
+    for state in on_host.state.values():
+        assert not any(is_on_host(v) for k, v in state.items() if BESIDE.fullmatch(k))
+
+
+@each_way
+def test_same_bits_tracked_and_moved_at_random(way: str) -> None:
+    draw = random.Random(3)
+    beside, on_host = both(way, track=True)
+
+    def move() -> None:
+        on_host.move_state(draw.choice(["cpu", "cuda", None, torch.device("cpu")]))
+
+    assert_same_steps(beside, on_host, move)
+
+
+def test_moves_all_states_at_once() -> None:
+    optimizer = both("bf16, master")[1]
+    train(optimizer, range(2))
+    before, where = snapshot(optimizer), optimizer.host_bytes
+    optimizer.move_state("cuda")
+    assert optimizer.host_bytes == 0 and snapshot(optimizer) == before
+    optimizer.move_state("cpu")
+    assert optimizer.host_bytes == where and snapshot(optimizer) == before
+    assert where == 12 * sum(p.numel() for p in optimizer.param_groups[0]["params"])
+
+
+def test_fraction_keeps_the_first_states_beside() -> None:
+    params = make_params([(100, 10)] * 10)
+    optimizer = FusedAdamW(params, state_device="cpu", state_fraction=0.65)
+    train(optimizer, range(1))
+    assert [its == {True} for its in lies(optimizer).values()] == [False] * 3 + [True] * 7
+
+
+def test_memory_is_locked_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One allocation for each entry; the first step takes none."""
+    calls: list[int] = []
+    carve = _C.carve
+
+    def counted(like: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(like))
+        return carve(like, *args, **kwargs)
+
+    monkeypatch.setattr(_C, "carve", counted)
+    params = make_params(SHAPES, BF16)
+    optimizer = FusedAdamW(params, master_weights="fp32", state_device="cpu")
+    assert calls == [len(SHAPES)] * 3
+    optimizer.add_param_group({"params": make_params([(4, 4)], BF16)})
+    assert calls == [len(SHAPES)] * 3 + [1] * 3
+    train(optimizer, range(2))
+    assert len(calls) == 6
+    assert optimizer.host_bytes == 12 * sum(p.numel() for p in [*params, torch.empty(4, 4)])
+
+
+@pytest.mark.skipif(not HOST_CUDA, reason="locks pages only with the CUDA back end")
+def test_an_optimizer_without_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_CUDA_NO_LOCKS", "1")
+    with pytest.raises(RuntimeError, match="cannot lock 48 bytes"):
+        FusedAdamW(make_params([(3, 4)]), state_device="cpu")
+    optimizer = FusedAdamW(make_params([(3, 4)]))
+    train(optimizer, range(1))
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="cannot lock"):
+        optimizer.move_state("cpu")
+    assert snapshot(optimizer) == before and optimizer.host_bytes == 0
+    train(optimizer, range(1))
+
+
+def test_on_the_cpu_states_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same script runs without a GPU."""
+    monkeypatch.undo()
+    optimizer = FusedAdamW(make_params(SHAPES), state_device="cpu", state_fraction=0.5)
+    train(optimizer, range(1))
+    optimizer.move_state("cpu")
+    optimizer.move_state("cuda")
+    assert optimizer.host_bytes == 0
+
+
+@each_way
+def test_state_dicts_cross(way: str) -> None:
+    """A run saved with its states on the host continues beside the parameters, and back."""
+    beside, on_host = both(way)
+    for optimizer in (beside, on_host):
+        train(optimizer, range(2))
+    saved = through_file(on_host.state_dict())
+    for source, options in ((on_host, {}), (beside, {"state_device": "cpu"})):
+        params = [nn.Parameter(p.detach().clone()) for p in source.param_groups[0]["params"]]
+        more = {"lr": 0.02, "max_grad_norm": 3.0, "skip_nonfinite": True, "rounding_seed": 5}
+        _, resumed = WAYS[way].build(params=params, **more, **options)
+        resumed.load_state_dict(through_file(source.state_dict()))
+        train(resumed, range(2, 4))
+        if source is on_host:
+            others = snapshot(resumed)
+        assert (resumed.host_bytes > 0) == bool(options)
+    train(on_host, range(2, 4))
+    assert others == snapshot(on_host) == snapshot(resumed)
+    assert through_file(saved).keys() == {"state", "param_groups"}
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+def test_loading_fills_the_locked_memory(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = both("bf16, master")[1]
+    train(source, range(2))
+    saved = through_file(source.state_dict())
+    target = both("bf16, master")[1]
+    if when == "after a step":
+        train(target, range(1))
+    monkeypatch.setattr(_C, "carve", None)  # no further memory
+    target.load_state_dict(saved)
+    assert all(its == {True} for its in lies(target).values())
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (source, target)), strict=True):
+        q.data.copy_(p)
+    train(source, range(2, 4))
+    train(target, range(2, 4))
+    assert snapshot(source) == snapshot(target)
+
+
+def test_loading_states_that_change_places() -> None:
+    """A dict may hold the optimizer's own tensors for other parameters."""
+    params = make_params([(5, 5), (5, 5)])
+    optimizer = FusedAdamW(params, state_device="cpu")
+    train(optimizer, range(1))
+    expected = [bits(optimizer.state[p]["exp_avg"]) for p in params]
+    saved = optimizer.state_dict()
+    saved["state"] = {0: saved["state"][1], 1: saved["state"][0]}
+    optimizer.load_state_dict(saved)
+    assert [bits(optimizer.state[p]["exp_avg"]) for p in reversed(params)] == expected
+
+
+def test_copies() -> None:
+    optimizer = both("bf16, remainder")[1]
+    train(optimizer, range(2))
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)),
+              copied(optimizer, state_device="cpu", master_weights="remainder",
+                     max_grad_norm=3.0, skip_nonfinite=True)]  # fmt: skip
+    for one in (optimizer, *copies):
+        train(one, range(2, 4))
+    assert len({tuple(snapshot(one)) for one in (optimizer, *copies)}) == 1
+    assert {one.host_bytes for one in copies} == {optimizer.host_bytes}
+
+
+def test_states_that_a_program_replaces_are_placed_again() -> None:
+    beside, on_host = both("bf16, master")
+    for optimizer in (beside, on_host):
+        train(optimizer, range(1))
+        first, second, *_ = optimizer.param_groups[0]["params"]
+        optimizer.state[first]["exp_avg"] = torch.full_like(first, 0.5, dtype=torch.float32)
+        optimizer.state[second].clear()
+        optimizer.state[first]["master_weight"].mul_(2)
+        first.data = first.data * 2
+        train(optimizer, range(1, 3))
+    assert snapshot(beside) == snapshot(on_host)
+    assert all(its == {True} for its in lies(on_host).values())
+
+
+def test_weights_written_between_steps() -> None:
+    """refresh_masters, scale_ and masters that follow weights are as beside the parameters."""
+    for way in ("bf16, master", "bf16, remainder8"):
+        optimizers = both(way)
+        for optimizer in optimizers:
+            train(optimizer, range(1))
+            params = optimizer.param_groups[0]["params"]
+            with torch.no_grad():
+                params[0].mul_(1.5)
+            train(optimizer, range(1, 2))
+            optimizer.scale_(params[4], torch.tensor([0.5, 2.0]))
+            train(optimizer, range(2, 3))
+            params[0].data.mul_(0.5)
+            optimizer.refresh_masters()
+            train(optimizer, range(3, 4))
+        assert snapshot(optimizers[0]) == snapshot(optimizers[1])
+        assert digest(optimizers[0]).equal(digest(optimizers[1]))
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "normuon"])
+@pytest.mark.parametrize("way", ["fp32", "bf16, master", "bf16, remainder8, int8, random"])
+def test_muon_with_adamw(algorithm: str, way: str) -> None:
+    optimizers = []
+    for options in ({}, {"state_device": "cpu"}, {"state_device": "cpu", "state_fraction": 0.5}):
+        params = make_params([(8, 80), (80, 8), (64,), (16, 64)], WAYS[way].dtype)
+        groups = [
+            {"params": params[:2], "algorithm": algorithm},
+            {"params": params[2:], "algorithm": "adamw"},
+        ]
+        optimizers.append(FusedMuon(groups, max_grad_norm=1.0, **WAYS[way].options, **options))
+        for seed in range(3):
+            set_gradients(params, seed=seed)
+            step(optimizers[-1])
+    assert_same_bits(*([p for g in o.param_groups for p in g["params"]] for o in optimizers[:2]))
+    assert snapshot(optimizers[0]) == snapshot(optimizers[1]) == snapshot(optimizers[2])
+    assert optimizers[1].host_bytes > optimizers[2].host_bytes > 0
+
+
+def test_frozen_parameters_get_memory_when_they_train() -> None:
+    beside, on_host = both("fp32")
+    for optimizer in (beside, on_host):
+        params = optimizer.param_groups[0]["params"]
+        params[0].requires_grad_(False)
+        train(optimizer, range(1), params=params[1:])
+        params[0].requires_grad_(True)
+        train(optimizer, range(1, 3))
+    assert snapshot(beside) == snapshot(on_host)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"state_device": "disk"}, ValueError, "Invalid state_device: 'disk'"),
+        ({"state_device": 1}, ValueError, "Invalid state_device: 1"),
+        ({"state_fraction": 0.0}, ValueError, "Invalid state_fraction: 0.0"),
+        ({"state_fraction": 1.5}, ValueError, "Invalid state_fraction: 1.5"),
+        ({"state_fraction": "all"}, TypeError, "state_fraction is 'all'"),
+    ],
+)
+def test_rejected(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        FusedAdamW(make_params(), **options)
+
+
+def test_other_places_are_rejected() -> None:
+    optimizer = both("fp32")[1]
+    train(optimizer, range(1))
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="Invalid state_device: 'meta'"):
+        optimizer.move_state("meta")
+    with pytest.raises(RuntimeError, match="state_device='cpu'"):
+        offload_fsdp_optimizer(optimizer)
+    assert snapshot(optimizer) == before

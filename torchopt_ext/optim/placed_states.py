@@ -1,0 +1,117 @@
+"""Where an optimizer's states lie: beside the parameters, or in memory of the host."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.optim.context import IDLE
+from torchopt_ext.optim.param_states import moments_of
+from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.state.by_row import BY_ROW
+from torchopt_ext.state.entries import MASTERS
+from torchopt_ext.state.host_memory import Need, is_on_host, place_states, wait
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.params import named_group_params
+from torchopt_ext.state.storage import Storage, is_steppable
+
+
+class PlacedStates(PlannedStep):
+    """A planned step whose states may lie in memory of the host, or move between steps."""
+
+    def _reserve_host_memory(self) -> None:
+        """Locks memory for states that will lie on the host."""
+        self._storage = with_resident(self, self._storage)
+        on_host = filter(lambda need: self._storage.on_host(need.param), _needs(self))
+        self._storage.host.reserve(
+            need for need in on_host if need.name not in self.state.get(need.param, ())
+        )
+
+    def _init_states(self, chooses: Any) -> None:
+        self._storage = with_resident(self, self._storage)
+        super()._init_states(chooses)
+
+    @torch.no_grad()
+    def move_state(self, device: torch.device | str | None) -> None:
+        """Moves the states to the host ("cpu") or beside their parameters ("cuda" or None).
+
+        Between any two steps, which have the same bits in either place. Does nothing where the
+        parameters are on the CPU. With "cpu", ``state_fraction`` says how much moves.
+
+        Raises:
+            ValueError: ``device`` is another one.
+            RuntimeError: a step of this optimizer is under way, or the system does not let pages be
+                locked. Nothing has changed.
+        """
+        if self._context is not IDLE:  # type: ignore[attr-defined]
+            raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
+        storage = replace(self._storage, state_device=device)  # type: ignore[arg-type]
+        storage = with_resident(self, storage)
+        self._wait_for_states()
+        place_states(self._entries(), storage)
+        self._storage = storage
+
+    def _rebuild(self) -> Any:
+        self._wait_for_states()
+        return super()._rebuild()
+
+    def _entries(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [
+            (param, state)
+            for param, state in self.state.items()
+            if isinstance(param, Tensor) and isinstance(state, dict)
+        ]
+
+    def _wait_for_states(self) -> None:
+        """Waits for steps on GPUs that may still write states on the host."""
+        wait((param for param, _ in self._entries()), self._storage)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the states that lie in page-locked memory of the host."""
+        values = (value for _, state in self._entries() for value in state.values())
+        tensors = (value for value in values if isinstance(value, Tensor) and is_on_host(value))
+        return sum(local_tensor(value).nbytes for value in tensors)
+
+
+def _needs(optimizer: Any) -> Iterator[Need]:
+    """Yields the entries by element of all parameters that a step may update, in their order."""
+    storage: Storage = optimizer._storage
+    for _, group, _, param in named_group_params(optimizer):
+        if not param.requires_grad or param.is_meta or not is_steppable(param):
+            continue
+        if torch.nn.parameter.is_lazy(param):
+            continue
+        entries = dict(moments_of(group, param, storage))
+        if kept := storage.master_of(param):
+            entries[kept] = MASTERS[kept]
+        for name, dtype in entries.items():
+            if name not in BY_ROW:
+                yield Need(param, name, dtype)
+
+
+def with_resident(optimizer: Any, storage: Storage) -> Storage:
+    """Chooses the parameters whose states stay on the GPU: the first, to the fraction's bytes."""
+    if storage.state_device is None or storage.state_fraction == 1.0:
+        return replace(storage, resident=frozenset())
+    sizes: dict[int, int] = {}
+    everywhere = replace(storage, resident=frozenset())
+    for param, _, dtype in _needs(optimizer):
+        if everywhere.on_host(param):
+            bytes_ = local_tensor(param).numel() * dtype.itemsize
+            sizes[id(param)] = sizes.get(id(param), 0) + bytes_
+    return replace(storage, resident=first_of(sizes, storage.state_fraction))
+
+
+def first_of(sizes: dict[Any, int], fraction: float) -> frozenset[Any]:
+    """Returns the first keys, whose sizes are at most the rest of a fraction of all sizes."""
+    left = (1.0 - fraction) * sum(sizes.values())
+    chosen = set()
+    for key, size in sizes.items():
+        left -= size
+        if left < 0:
+            break
+        chosen.add(key)
+    return frozenset(chosen)
