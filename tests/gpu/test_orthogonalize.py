@@ -36,7 +36,7 @@ def test_a_batch_is_its_matrices(shape: tuple[int, int], record_property: Any) -
         single = torch.stack([orthogonalize(x) for x in batch])
         ours = orthogonalize(batch)
         record_property(f"same bits in {dtype}", torch.equal(ours, single))
-        torch.testing.assert_close(ours, single, rtol=0.0, atol=0.02)
+        torch.testing.assert_close(ours, single, rtol=0.0, atol=0.05)
 
 
 def test_a_graph_captures_it() -> None:
