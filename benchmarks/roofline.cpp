@@ -81,6 +81,15 @@ void rewrite_master(const uint16_t* __restrict g, uint32_t* __restrict master,
   }
 }
 
+// Rewrites the moment, and writes the direction.
+void rewrite_moment(const uint32_t* __restrict g, uint32_t* __restrict m, uint32_t* __restrict u,
+                    int64_t n, uint32_t mask) {
+  for (int64_t i = 0; i < n; ++i) {
+    m[i] ^= g[i] & mask;
+    u[i] = m[i];
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -124,6 +133,14 @@ void update_fp32_1(Streams s, const int64_t* sizes, int64_t tensors, int threads
 // Streams: g, p.
 void update_fp32_0(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
   update<uint32_t, uint32_t>(s, sizes, tensors, threads);
+}
+
+// Streams: g, m, u; u is only written.
+void direction_fp32(Streams s, const int64_t* sizes, int64_t tensors, int threads) {
+  for_each_share(sizes, tensors, threads, [&](int64_t t, int64_t from, int64_t to) {
+    const auto word = [&](int i) { return static_cast<uint32_t*>(s[i][t]) + from; };
+    rewrite_moment(word(0), word(1), word(2), to - from, zero);
+  });
 }
 
 // Streams: g, master, m, v, p; p is only written.

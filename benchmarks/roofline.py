@@ -21,6 +21,7 @@ BYTES = {
     "update_fp32": 28,
     "update_fp32_1": 20,
     "update_fp32_0": 12,
+    "direction_fp32": 16,
     "update_bf16_master": 28,
     "update_bf16_remainder": 26,
     "update_bf16": 14,

@@ -84,8 +84,9 @@ bool normalize(const Matrix& from, const Matrix& to, double eps) {
 // from the left, and R by Q from both sides. A segment computes R from X once, continues with R,
 // and multiplies X by the product of all Q at the end (the Gram form: dao-lab.ai/blog/2026/
 // gram-newton-schulz). All these matrices are polynomials of the first R: symmetric, and they
-// commute. For an X of m rows and r m columns a segment of s steps takes (3 r + 4 s - 3) m^3
-// multiply-adds, so a square X has nothing to gain from more than one step.
+// commute. For an X of m rows and r m columns a segment of s steps takes (3 r + 4 s - 3) m^3 / 2
+// multiply-adds, half of a product's where the result is symmetric, so a square X has nothing to
+// gain from more than one step.
 //
 // R from X has rounding errors of about 1e-7, where X's singular values may be 0. A step multiplies
 // them by a^2, while a new R is again as exact as X. So a segment ends before the product of its
@@ -127,43 +128,43 @@ Product square_product(const Square& a, const Square& b, const Square& c) {
 }
 
 // R = X X^T for wide X, X^T X for tall X.
-void gram(const Matrix& x, bool is_wide, const Square& r) {
-  multiply({.a = {x.x, x.ld, !is_wide},
-            .b = {x.x, x.ld, is_wide},
-            .c = r.x,
-            .ldc = r.m,
-            .rows = r.m,
-            .cols = r.m,
-            .depth = is_wide ? x.cols : x.rows,
-            .symmetric = true});
+Product gram(const Matrix& x, bool is_wide, const Square& r) {
+  return {.a = {x.x, x.ld, !is_wide},
+          .b = {x.x, x.ld, is_wide},
+          .c = r.x,
+          .ldc = r.m,
+          .rows = r.m,
+          .cols = r.m,
+          .depth = is_wide ? x.cols : x.rows,
+          .symmetric = true};
 }
 
 // Q = a I + b R + c R^2
-void polynomial(const std::array<double, 3>& coefficients, const Square& r, const Square& q) {
+Product polynomial(const std::array<double, 3>& coefficients, const Square& r, const Square& q) {
   Product p = square_product(r, r, q);
   p.addend = r.x;
   p.diagonal = static_cast<float>(coefficients[0]);
   p.beta = static_cast<float>(coefficients[1]);
   p.alpha = static_cast<float>(coefficients[2]);
-  multiply(p);
+  return p;
 }
 
 // to = Q X for wide X, X Q for tall X.
-void apply(const Square& q, const Matrix& x, bool is_wide, const Matrix& to) {
+Product apply(const Square& q, const Matrix& x, bool is_wide, const Matrix& to) {
   const Operand matrix{x.x, x.ld, false};
-  multiply({.a = is_wide ? q.operand() : matrix,
-            .b = is_wide ? matrix : Operand{q.x, q.m, false},
-            .c = to.x,
-            .ldc = to.ld,
-            .rows = x.rows,
-            .cols = x.cols,
-            .depth = q.m,
-            .symmetric = false});
+  return {.a = is_wide ? q.operand() : matrix,
+          .b = is_wide ? matrix : Operand{q.x, q.m, false},
+          .c = to.x,
+          .ldc = to.ld,
+          .rows = x.rows,
+          .cols = x.cols,
+          .depth = q.m,
+          .symmetric = false};
 }
 
 // Runs the steps [first, last) of a segment: to = (product of all Q) from.
 void segment(const NewtonSchulz& ns, size_t first, size_t last, const Matrix& from,
-             const Matrix& to, float* workspace) {
+             const Matrix& to, float* workspace, const Multiply& run) {
   const bool is_wide = from.rows <= from.cols;
   const int64_t m = std::min(from.rows, from.cols);
   const auto square = [&](int64_t number) { return Square{workspace + number * m * m, m}; };
@@ -171,21 +172,21 @@ void segment(const NewtonSchulz& ns, size_t first, size_t last, const Matrix& fr
   Square all = square(1);  // the product of all Q
   Square other = square(2);
   const Square q = square(3);
-  gram(from, is_wide, r);
+  run(gram(from, is_wide, r));
   for (size_t step = first; step < last; ++step) {
     const Square& factor = step == first ? all : q;
-    polynomial(ns.coefficients[step], r, factor);
+    run(polynomial(ns.coefficients[step], r, factor));
     if (step > first) {
-      multiply(square_product(q, all, other));
+      run(square_product(q, all, other));
       std::swap(all, other);
     }
     if (step + 1 < last) {
       const Square& now = step == first ? all : q;
-      multiply(square_product(now, r, other));
-      multiply(square_product(other, now, r));
+      run(square_product(now, r, other));
+      run(square_product(other, now, r));
     }
   }
-  apply(all, from, is_wide, to);
+  run(apply(all, from, is_wide, to));
 }
 
 bool is_small(const Matrix& m) {
@@ -201,7 +202,7 @@ int64_t orthogonalize_workspace(const NewtonSchulz& /*ns*/, int64_t rows, int64_
   return ceil_div(floats, 16) * 16;
 }
 
-void orthogonalize(const NewtonSchulz& ns, const Matrix& x, float* workspace) {
+void orthogonalize(const NewtonSchulz& ns, const Matrix& x, float* workspace, const Multiply& run) {
   if (x.rows == 0 || x.cols == 0) {
     return;
   }
@@ -219,7 +220,7 @@ void orthogonalize(const NewtonSchulz& ns, const Matrix& x, float* workspace) {
   }
   for (size_t i = 0; i < steps; is_in_x = !is_in_x) {
     const size_t end = segment_end(ns, i, is_square);
-    segment(ns, i, end, is_in_x ? x : other, is_in_x ? other : x, workspace);
+    segment(ns, i, end, is_in_x ? x : other, is_in_x ? other : x, workspace, run);
     i = end;
   }
 }

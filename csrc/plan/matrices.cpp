@@ -31,7 +31,7 @@ void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<M
 }
 
 // By torch's products or the group's function, matrices of one shape at equal distances in one
-// batch.
+// batch. Large ones gain nothing from it, and lose nothing: the buffer's size limits the batch.
 void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
                            const at::Tensor& buffer) {
   for (size_t i = 0; i < matrices.size();) {

@@ -178,6 +178,9 @@ void OrthogonalUpdate::finish(Pass& pass) const {
   pass.work.split_into_chunks();
   if (options_.track != 0) {
     pass.traces = new_traces(pass.work, device_);
+    pass.rows = at::tensor(std::vector<int64_t>(pass.tensors.begin(), pass.tensors.end()),
+                           at::TensorOptions().dtype(at::kLong))
+                    .to(device_);
   }
 }
 
@@ -355,24 +358,19 @@ void OrthogonalUpdate::release() {
 }
 
 void OrthogonalUpdate::collect_traces(const Traces& traces) const {
-  const auto rows = [&](const Pass& pass) {
-    return at::tensor(std::vector<int64_t>(pass.tensors.begin(), pass.tensors.end()),
-                      at::TensorOptions().dtype(at::kLong))
-        .to(device_);
-  };
   traces.norms.zero_();
   traces.lost.zero_();
-  traces.norms.index_copy_(0, rows(by_element_), by_element_.traces.norms);
-  traces.lost.index_copy_(0, rows(by_element_), by_element_.traces.lost);
+  traces.norms.index_copy_(0, by_element_.rows, by_element_.traces.norms);
+  traces.lost.index_copy_(0, by_element_.rows, by_element_.traces.lost);
   // The gradient's norm is from the pass that reads it, what happened to the weights from the
   // other. A tensor may be applied in several parts.
   const at::Tensor update_squares = at::zeros(traces.lost.sizes(), traces.norms.options());
   for (const Bucket& bucket : buckets_) {
-    traces.norms.select(1, 0).index_copy_(0, rows(bucket.average),
+    traces.norms.select(1, 0).index_copy_(0, bucket.average.rows,
                                           bucket.average.traces.norms.select(1, 0));
-    update_squares.index_add_(0, rows(bucket.apply),
+    update_squares.index_add_(0, bucket.apply.rows,
                               bucket.apply.traces.norms.select(1, 1).square());
-    traces.lost.index_add_(0, rows(bucket.apply), bucket.apply.traces.lost);
+    traces.lost.index_add_(0, bucket.apply.rows, bucket.apply.traces.lost);
   }
   traces.norms.select(1, 1).add_(update_squares.sqrt_());
 }

@@ -57,6 +57,7 @@ class OrthogonalUpdate {
     WorkList work;
     std::vector<size_t> tensors;  // of the plan, by tensor of `work`
     Traces traces;
+    at::Tensor rows;  // `tensors` on the device, if there are traces: a step copies nothing there
   };
   // Tensors whose directions are in the buffer at the same time.
   struct Bucket {

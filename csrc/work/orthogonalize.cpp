@@ -4,26 +4,33 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace torchopt_ext {
 namespace {
 
 // Returns X / max(|X|, eps) in X's dtype. Squares that leave fp32's range would make the norm 0 or
-// infinite, so X is divided by its largest magnitude first.
+// infinite, so X is divided by its largest magnitude first. A zero matrix is divided by the least
+// normal number. On a GPU each call is a launch: at::scalar_tensor makes a kernel's argument.
 at::Tensor normalized(const at::Tensor& x, double eps) {
   const at::ScalarType wide = at::toOpMathType(x.scalar_type());
+  const double least = wide == at::kDouble ? std::numeric_limits<double>::min()
+                                           : double{std::numeric_limits<float>::min()};
   const auto norm = [&](const at::Tensor& of, double order) {
     return at::linalg_vector_norm(of, order, {-2, -1}, /*keepdim=*/true, wide);
   };
-  const auto or_one = [](const at::Tensor& of) { return of.masked_fill(of.eq(0), 1.0); };
-  const at::Tensor largest = or_one(norm(x, std::numeric_limits<double>::infinity()));
+  const at::Tensor largest = norm(x, std::numeric_limits<double>::infinity()).clamp_min_(least);
   const at::Tensor scaled = x / largest;  // in `wide`
-  const at::Tensor least = at::full_like(largest, eps) / largest;
-  return (scaled / or_one(norm(scaled, 2.0).maximum(least))).to(x.scalar_type());
+  const at::Tensor scaled_eps = at::scalar_tensor(std::max(eps, least), wide) / largest;
+  at::Tensor result = at::empty_like(x);
+  at::div_out(result, scaled, norm(scaled, 2.0).maximum(scaled_eps));
+  return result;
 }
 
 }  // namespace

@@ -9,6 +9,8 @@
 
 namespace torchopt_ext {
 
+struct Product;
+
 struct NewtonSchulz {
   // A step computes X = a X + b (X X^T) X + c (X X^T)^2 X, for X with at least as many columns as
   // rows, or its transpose.
@@ -34,10 +36,15 @@ struct Matrix {
   int64_t ld;  // elements from one row to the next
 };
 
+using Multiply = std::function<void(const Product&)>;
+void multiply(const Product& p);  // cpu/multiply.h
+
 // Returns how many floats of workspace a matrix of this shape needs.
 int64_t orthogonalize_workspace(const NewtonSchulz& ns, int64_t rows, int64_t cols);
 // Orthogonalizes a matrix in place, on all threads, or inside a parallel region on the calling one.
-void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspace);
+// `run` computes the products; a test counts them instead.
+void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspace,
+                   const Multiply& run = multiply);
 
 // The same for several matrices. Many small ones are shared out among the threads.
 int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Matrix>& matrices);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,6 +24,19 @@ def test_near_fp64(preset: str, shape: tuple[int, ...]) -> None:
         assert ours.dtype == dtype
         expected = orthogonalize(x.to(dtype).double(), preset)
         assert float(torch.linalg.matrix_norm(ours.cpu().double() - expected, 2).max()) < tolerance
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (40, 90), (90, 40), (256, 768)], ids=str)
+def test_a_batch_is_its_matrices(shape: tuple[int, int], record_property: Any) -> None:
+    """Nothing promises the same bits: cuBLAS may choose a kernel by the size of a batch. The test's
+    properties say where it has them."""
+    torch.manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = torch.randn(9, *shape, device="cuda").to(dtype)
+        single = torch.stack([orthogonalize(x) for x in batch])
+        ours = orthogonalize(batch)
+        record_property(f"same bits in {dtype}", torch.equal(ours, single))
+        torch.testing.assert_close(ours, single, rtol=0.0, atol=0.05)
 
 
 def test_a_graph_captures_it() -> None:

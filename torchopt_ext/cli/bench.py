@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from torchopt_ext import FusedAdamW
-from torchopt_ext.cli.tensors import MASTERS_NAMED, add_source, from_options
+from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
+from torchopt_ext.cli.tensors import (
+    MASTERS_NAMED,
+    Entry,
+    Source,
+    add_source,
+    as_modules,
+    from_options,
+)
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,
@@ -43,6 +50,7 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.state.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
+OUR_MUON, MUON = "torchopt_ext FusedMuon", "torch Muon + AdamW fused"
 MAX_NORM = 1.0
 PLAIN = "a += b"
 """The roofline. Like a step, it writes what it has read, and reads more than it writes."""
@@ -56,15 +64,24 @@ def parser() -> Parser:
         "bench",
         "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
         "apex and torchao where they are installed. All step the same parameters and gradients "
-        "in turn. The roofline is a += b over large tensors on the same threads, also in turn.",
+        "in turn. The roofline is a += b over large tensors on the same threads, also in turn. "
+        "With --algorithm muon it times FusedMuon and torch's two optimizers.",
         """
         --shapes gpt2
+        --shapes gpt2 --algorithm muon
         --model examples.model:build --seconds 10
         --shapes 2000x1000 --markdown bench.md --plot bench.png
         --params 1e8 --dtype bfloat16 --master-weights fp32 --json
         """,
     )
     add_source(command)
+    command.add_argument(
+        "--algorithm",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
+        "the rest, convolutions and stacks of matrices too, which torch's Muon does not take",
+    )
     command.add_argument(
         "--master-weights",
         choices=tuple(MASTER_WEIGHTS),
@@ -89,8 +106,9 @@ def main(args: list[str]) -> int:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
         torch.set_num_threads(options.threads)
-    name, entries, _ = from_options(options)
-    like = [entry.tensor for entry in entries if entry.tensor.requires_grad]
+    source = from_options(options)
+    name, trained = source.name, [e for e in source.entries if e.tensor.requires_grad]
+    like = [entry.tensor for entry in trained]
     if options.plot is not None:
         check_picture(options.plot)
     if options.markdown is not None:
@@ -104,7 +122,8 @@ def main(args: list[str]) -> int:
         raise CommandError(f"--master-weights needs 16-bit parameters, and {name} has none")
     if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
-    results = run(name, like, options)
+    chosen = matrices_of(source, trained) if options.algorithm == "muon" else None
+    results = run(name, like, options, chosen)
     if options.markdown is not None:
         with written(options.markdown) as file:
             text = f"{about(results)}\n\n{markdown(*rows_of(results))}\n"
@@ -115,7 +134,23 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
+def matrices_of(source: Source, trained: list[Entry]) -> set[int]:
+    """Returns the positions of the matrices that Muon steps."""
+    named = [
+        entry._replace(name=entry.name or f"layers.{number}.weight")
+        for number, entry in enumerate(trained)
+    ]
+    made = muon_groups(source.model or as_modules(named), quiet=True)
+    names = {n for group in made if group["algorithm"] == "muon" for n, _ in group["params"]}
+    chosen = {i for i, e in enumerate(named) if e.name in names and e.tensor.dim() == 2}
+    if not chosen:
+        raise CommandError(f"{source.name} has no matrices for Muon")
+    return chosen
+
+
+def run(
+    name: str, like: list[Tensor], options: Any, chosen: Collection[int] | None = None
+) -> dict[str, Any]:
     """Builds the optimizers, times their steps, and returns all results."""
     try:
         device = torch.device(options.device)
@@ -132,7 +167,7 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     plain = functools.partial(torch.zeros_like(ones).add_, ones)  # moves 12 bytes per element
     try:
         with quiet():
-            steps, missing = peers(params, options.master_weights)
+            steps, missing = peers(params, options.master_weights, chosen)
             missing += call_once(steps)
         plain()
         samples = timed({PLAIN: plain, **steps}, clock, options.seconds)
@@ -141,6 +176,8 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
             raise
         raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
     about = environment(device)
+    ours, *_ = steps
+    groups = params if chosen is None else with_adamw(params, chosen)
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
     return {
         "date": about["date"][:10],
@@ -154,9 +191,9 @@ def run(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
         "threads": about["threads"],
         "versions": {name: about[name] for name in ("torchopt_ext", "torch", "python")},
         "roofline_bytes_per_second": bandwidth,
-        "bytes_moved": estimate(params, master_weights=options.master_weights)[0].moved,
-        "rounds": len(samples[OURS]),
-        "steps": {label: summary(times, samples[OURS]) for label, times in samples.items()},
+        "bytes_moved": estimate(groups, master_weights=options.master_weights)[0].moved,
+        "rounds": len(samples[ours]),
+        "steps": {label: summary(times, samples[ours]) for label, times in samples.items()},
         "missing": missing,
     }
 
@@ -239,14 +276,22 @@ def summary(times: list[float], ours: list[float]) -> dict[str, float]:
 # ---- what is timed -------------------------------------------------------------------------------
 
 
-def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str, Call], list[str]]:
-    """Returns a step of each implementation, and the names of those that are not installed."""
-    ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
-    steps: dict[str, Call] = {OURS: ours.step}
+def peers(
+    params: list[Tensor], masters: MasterWeights | None, chosen: Collection[int] | None = None
+) -> tuple[dict[str, Call], list[str]]:
+    """Returns a step of each implementation, and the names of those that are not installed.
+
+    Ours comes first. ``chosen`` are the positions of Muon's matrices, if it is Muon that is timed.
+    """
     stepped = params
     around: Callable[[Call], Call] = functools.partial(functools.partial, clip_then, params)
     if masters is not None:
         stepped, around = on_copies(params)
+    if chosen is not None:
+        muon = FusedMuon(with_adamw(params, chosen), max_grad_norm=MAX_NORM, master_weights=masters)
+        return {OUR_MUON: muon.step, MUON: around(torchs_muon(stepped, chosen))}, []
+    ours = FusedAdamW(params, max_grad_norm=MAX_NORM, master_weights=masters)
+    steps: dict[str, Call] = {OURS: ours.step}
     steps[FUSED] = around(torch.optim.AdamW(stepped, fused=True).step)
     steps["torch AdamW foreach"] = around(torch.optim.AdamW(stepped, foreach=True).step)
     missing = []
@@ -258,6 +303,26 @@ def peers(params: list[Tensor], masters: MasterWeights | None) -> tuple[dict[str
         else:
             steps[label] = around(build(stepped).step)
     return steps, missing
+
+
+def with_adamw(params: list[Tensor], chosen: Collection[int]) -> list[dict[str, Any]]:
+    """Returns groups of Muon's matrices and of AdamW's parameters, the latter if there are any."""
+    rest = [param for i, param in enumerate(params) if i not in chosen]
+    groups = [{"params": [params[i] for i in chosen], "algorithm": "muon"}]
+    return [*groups, {"params": rest, "algorithm": "adamw"}] if rest else groups
+
+
+def torchs_muon(params: list[Tensor], chosen: Collection[int]) -> Call:
+    """Returns the step of torch's Muon and, for the rest, of its fused AdamW."""
+    muon, *rest = with_adamw(params, chosen)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(muon["params"])]
+    optimizers += [torch.optim.AdamW(group["params"], fused=True) for group in rest]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
 
 
 def clip_then(params: list[Tensor], step: Call) -> None:
@@ -312,10 +377,11 @@ def about(results: dict[str, Any]) -> str:
 def rows_of(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["clip and step", "ms", "quartiles", "of roofline", "times ours"]
     rows = []
+    ours, *_ = results["steps"]
     for label, step in results["steps"].items():
         ms = [figures(1e3 * step[key]) for key in ("median", "q25", "q75")]
         bandwidth = results["bytes_moved"] / step["median"]
-        share = f"{bandwidth / results['roofline_bytes_per_second']:.0%}" if label == OURS else ""
+        share = f"{bandwidth / results['roofline_bytes_per_second']:.0%}" if label == ours else ""
         rows.append([label, ms[0], f"{ms[1]} to {ms[2]}", share, f"{step['times_ours']:.2f}"])
     return header, rows
 
@@ -332,10 +398,11 @@ def as_text(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draws bars of medians with quartiles, and a line at the roofline of our step."""
+    ours, *_ = results["steps"]
     panel = new_panel(6.4, 1.6 + 0.45 * len(results["steps"]))
     for y, (label, step) in enumerate(results["steps"].items()):
         low, median, high = (1e3 * step[key] for key in ("q25", "median", "q75"))
-        color = "#1b6ca8" if label == OURS else "#b8b8b8"
+        color = "#1b6ca8" if label == ours else "#b8b8b8"
         panel.barh(y, median, xerr=[[median - low], [high - median]], color=color, capsize=2)
         panel.text(high, y, f"  {figures(median)}", va="center", fontsize=8)
     least = 1e3 * results["bytes_moved"] / results["roofline_bytes_per_second"]

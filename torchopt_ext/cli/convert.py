@@ -42,6 +42,7 @@ from torchopt_ext.cli.terminal import (
 from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.state.algorithms import STATES
+from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.entries import MASTERS, MOMENTS
 from torchopt_ext.state.quantized import (
     CODES,
@@ -263,6 +264,9 @@ def kept(source: Checkpoint, entry: Entry, dtype: torch.dtype) -> New:
 def moments(source: Checkpoint, entry: Entry, kept_as: str) -> Iterator[New]:
     """Yields a moment in the form of FusedAdamW(state_dtype=...): codes and scales, or floats."""
     key, kind, like = entry.key, entry.kind, source.tensors[entry.key]
+    if kind in BY_ROW:  # float32 whatever the moments have
+        yield kept(source, entry, torch.float32)
+        return
     coded, moment = kind in CODES, OTHER_FORM[kind] if kind in CODES else kind
     scales = f"{key.removesuffix(kind)}{STATES[moment].scale}" if coded else key
     if scales not in source.tensors or (kind in CODES_OF and like.dtype in CODES.values()):

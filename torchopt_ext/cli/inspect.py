@@ -28,6 +28,7 @@ from torchopt_ext.state.storage import MASTER_WEIGHTS
 _SHOWN = (
     *("algorithm", "lr", "betas", "eps", "weight_decay", "amsgrad"),
     *("momentum", "dampening", "nesterov"),
+    *("beta2", "ns_steps", "adjust_lr_fn"),
 )
 _NO_OPTIONS = ("params", "param_names")
 

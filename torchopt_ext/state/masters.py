@@ -1,5 +1,6 @@
 """Conversions between master weights, remainders and the weights that they stand for."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,12 @@ from torchopt_ext.state.storage import (
     Storage,
     is_steppable,
     join_master,
+    param_problem,
     split_master,
 )
+
+_ELEMENTS = 1 << 22
+"""Elements that are in memory as float32 at once while a weight is scaled."""
 
 
 def fit_master(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
@@ -128,7 +133,11 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
 
 
 def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage: Storage) -> None:
-    """Multiplies equal blocks of rows of a weight, with what completes it, by a factor each."""
+    """Multiplies equal blocks of rows of a weight, with what completes it, by a factor each.
+
+    Goes through the rows in one pass, and holds at most :data:`_ELEMENTS` elements in float32, or a
+    row, beside the weight.
+    """
     if not isinstance(factors, Tensor):
         raise TypeError(f"factors are {factors!r:.200}, expected a tensor")
     fits = factors.dim() == 1 and len(factors) > 0 and param.dim() > 0
@@ -137,10 +146,23 @@ def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage:
             f"factors have shape {tuple(factors.shape)}, expected a vector whose length divides "
             f"the {param.shape[0] if param.dim() else 1} rows of the weight"
         )
-    local = local_tensor(weight_of(param, state))
-    rows = factors.to(local.device, local.dtype).repeat_interleave(param.shape[0] // len(factors))
+    if problem := param_problem(param):
+        raise ValueError(f"the weight {problem}")
+    kept = storage.master_of(param)
+    if kept is not None:
+        fit_master(param, state, storage)
+    rows = factors.repeat_interleave(param.shape[0] // len(factors))
     if is_dtensor(param):
         shape, offset = local_shape_and_offset(param)
         rows = rows[offset[0] : offset[0] + shape[0]]
-    scaled = local * rows.view(-1, *[1] * (local.dim() - 1))
-    set_weight(param, state, as_placed(scaled, param), storage)
+    local = local_tensor(param)
+    held = {name: local_tensor(state[name]) for name in MASTERS.keys() & state.keys()}
+    count = max(1, _ELEMENTS // max(1, math.prod(local.shape[1:])))
+    for first in range(0, local.shape[0], count):
+        block = slice(first, first + count)
+        completes = {name: value[block] for name, value in held.items()}
+        weight = weight_of(local[block], completes)
+        scale = rows[block].to(weight.device, weight.dtype).view(-1, *[1] * (local.dim() - 1))
+        set_weight(local[block], completes, weight * scale, storage)
+    for other in MASTERS.keys() - {kept}:
+        state.pop(other, None)

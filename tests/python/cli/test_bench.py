@@ -1,11 +1,13 @@
 """python -m torchopt_ext bench, on tensors small enough to take no time."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchopt_ext.cli import bench
+from torchopt_ext.cli.tensors import from_options
 
 pytestmark = pytest.mark.newest_torch
 SMALL = ("bench", "--shapes", "20x100,2x30x40", "--seconds", "0.02")
@@ -40,6 +42,33 @@ def test_bench_times_ours_beside_torchs(run, options, moved):
     assert found["steps"][bench.OURS]["times_ours"] == 1
     for label in bench.OTHERS:
         assert (label in found["steps"]) != (label in found["missing"])
+
+
+@pytest.mark.parametrize("options", [[], ["--dtype", "bfloat16", "--master-weights", "fp32"]])
+def test_bench_times_muon_beside_torchs_two_optimizers(run, options):
+    found = json.loads(run(*SMALL, "--algorithm", "muon", *options, "--json"))
+    assert [*found["steps"]] == [bench.OUR_MUON, bench.MUON]
+    assert found["steps"][bench.OUR_MUON]["times_ours"] == 1
+    assert found["bytes_moved"] > 0
+    assert found["missing"] == []
+
+
+def test_muon_steps_what_muon_groups_chooses():
+    """Both step the hidden matrices by Muon, and the embeddings and vectors by AdamW."""
+    source = from_options(SimpleNamespace(model=None, params=None, shapes="gpt2", dtype=None))
+    chosen = bench.matrices_of(source, source.entries)
+    assert {source.entries[i].name.split(".")[0] for i in chosen} == {"h"}
+    assert len(chosen) == 48
+    params = [torch.randn(6, 4).requires_grad_(), torch.randn(6, 4).requires_grad_()]
+    for param in params:
+        param.grad = torch.randn(6, 4)
+    start = [param.detach().clone().requires_grad_() for param in params]
+    for other, param in zip(start, params, strict=True):
+        other.grad = param.grad
+    bench.torchs_muon(params, {1})()
+    torch.optim.AdamW([start[0]], fused=True).step()
+    torch.optim.Muon([start[1]]).step()
+    assert all(map(torch.equal, params, start))
 
 
 def test_the_others_steps_are_the_same_training():
@@ -88,6 +117,7 @@ def test_bench_rejects(fails, tmp_path, monkeypatch):
         (["--shapes", "2x3", "--seconds", "-1"], "-1 is not a number above 0"),
         (["--shapes", "2x3", *half], "bfloat16 only"),
         (["--shapes", "2x3", "--master-weights", "remainder"], "and 2x3 has none"),
+        (["--shapes", "2x3", "--algorithm", "muon"], "2x3 has no matrices for Muon"),
         (["--params", "1e15"], "--params 1000000000000000 is too large: weights"),
     ):
         assert problem in fails("bench", *args)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
+from torchopt_ext import FusedAdamW, FusedLion, FusedMuon, FusedSGD
 from torchopt_ext.cli import convert
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.state.quantized import CODES, SCALES
@@ -163,6 +163,22 @@ def test_inspect_others(inspect, tmp_path):
     assert (part["layout"], part["groups"][0]["options"]["lr"]) == ("names", "inf")
 
 
+def normuon(named, **options):
+    """Returns an optimizer of NorMuon for matrices and AdamW for the rest, in one object."""
+    named = [*named]
+    groups = [
+        {"params": [(name, p) for name, p in named if p.dim() == 2], "algorithm": "normuon"},
+        {"params": [(name, p) for name, p in named if p.dim() != 2], "algorithm": "adamw"},
+    ]
+    return FusedMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
+
+
+def test_inspect_shows_how_muon_steps(inspect):
+    muon, adamw = inspect(stepped(long_rows(), normuon).state_dict()).split("group 1, ")
+    for option in ("algorithm=normuon", "beta2=0.95", "ns_steps=5", "adjust_lr_fn=match_rms_adamw"):
+        assert option in muon and option not in adamw
+
+
 @pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), 3, torch.tensor(3.0)])
 def test_inspect_odd_values(inspect, step):
     shown = []
@@ -310,7 +326,7 @@ HELD = {"float32": None, "bfloat16": BF16, "int8": "int8"}
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 @pytest.mark.parametrize("kept", [*HELD, "--to-torch"])
 @pytest.mark.parametrize("saved", HELD)
-@pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, partial(FusedSGD, momentum=0.9)])
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, partial(FusedSGD, momentum=0.9), normuon])
 def test_convert_8_bit_moments(run, tmp_path, kind, saved, kept, format):
     """convert writes what an optimizer with the other moments loads."""
     model = long_rows()
@@ -329,6 +345,18 @@ def test_convert_8_bit_moments(run, tmp_path, kind, saved, kept, format):
     else:
         load({"optimizer": taken}, checkpoint_id=tmp_path / "b")
     assert_same(entries(taken.state_dict()), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_averages_of_rows_stay_fp32(run, tmp_path, dtype):
+    optimizer = stepped(long_rows(), normuon)
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--state-dtype", dtype)
+    name, states = "second_momentum_buffer", loaded(tmp_path / "b.pt")["state"]
+    kept = {index: entry[name] for index, entry in states.items() if name in entry}
+    before = optimizer.state_dict()["state"]
+    assert_same(kept, {index: before[index][name] for index in kept})
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exact_reference import same_bits
 
-from torchopt_ext import ops
+from torchopt_ext import FusedMuon, ops, orthogonalize
 
 from ...support import oracle
 
@@ -26,9 +26,13 @@ def available_memory() -> int:
     return 0
 
 
-def zeros(count: int) -> torch.Tensor:
-    """Returns bfloat16 zeros whose pages take memory only when written, unlike torch.zeros."""
-    return torch.frombuffer(mmap.mmap(-1, 2 * count), dtype=torch.bfloat16)
+def zeros(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Returns zeros whose pages take memory only when written, unlike torch.zeros.
+
+    A mapping that is shared, as by default, takes memory when it is read, too.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * count, flags=flags), dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [(N,), (1, N), (N // 8, 8), (8, N // 8)], ids=str)
@@ -66,3 +70,41 @@ def test_adam() -> None:
         # Zero gradients leave zeros. Check them in parts, to need no more memory.
         assert all(not part.any() for part in got.split(2**28))
     assert step.item() == 3
+
+
+WIDE = (8, N // 8)
+COLUMNS = torch.tensor([0, 1, 5000, 2**27, 2**28 - 1, 2**28, 2**28 + 1, WIDE[1] - 2, WIDE[1] - 1])
+"""All others are zero, so that what a matrix becomes is what these columns alone become."""
+
+
+def test_orthogonalize() -> None:
+    """Two matrices of four rows, since the workspace is as large as one."""
+    if available_memory() < 14 * GIB:  # the result and the workspace
+        pytest.skip("needs 14 GiB of free memory")
+    torch.manual_seed(0)
+    few, x = torch.randn(2, 4, len(COLUMNS)), zeros(N, torch.float32).view(2, 4, -1)
+    x[..., COLUMNS] = few
+    ours = orthogonalize(x)
+    assert same_bits(ours[..., COLUMNS], orthogonalize(few))
+    ours[..., COLUMNS] = 0
+    assert all(not part.any() for part in ours.view(-1).split(2**28))
+
+
+def test_muon() -> None:
+    """The passes before and after the products, which would take more memory."""
+    if available_memory() < 14 * GIB:  # weights, momentum and directions
+        pytest.skip("needs 14 GiB of free memory")
+    torch.manual_seed(1)
+    values, gradient = (torch.randn(8, len(COLUMNS)).bfloat16() for _ in range(2))
+    whole, few = zeros(N).view(WIDE), values.clone()
+    whole[:, COLUMNS] = values
+    whole.grad, few.grad = zeros(N).view(WIDE), gradient
+    whole.grad[:, COLUMNS] = gradient
+    options = {"orthogonalize": lambda u: u, "orthogonalize_dtype": torch.bfloat16}
+    for param in (few, whole):
+        FusedMuon([param.requires_grad_()], lr=0.1, adjust_lr_fn=lambda m, n: 0.5, **options).step()
+    whole = whole.detach()
+    assert same_bits(whole[:, COLUMNS], few.detach())
+    assert not torch.equal(few.detach(), values)
+    whole[:, COLUMNS] = 0
+    assert all(not part.any() for part in whole.view(-1).split(2**28))

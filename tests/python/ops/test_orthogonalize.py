@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from muon_formulas import orthogonalized
 from softfloat import FP32, decode, encode
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.profiler import ProfilerActivity, profile
 
 import torchopt_ext
 from torchopt_ext.state.newton_schulz import JORDAN, PRESETS, Triple, step_coefficients
@@ -169,6 +171,22 @@ def test_other_dtypes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert ours.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float16: 0.01, torch.bfloat16: 0.08}[dtype]
     assert distance(ours, exactly(x, step_coefficients("polar_express"))) < tolerance
+
+
+def test_a_batch_takes_23_calls_of_torch() -> None:
+    """docs/cuda.md: each is a launch on a GPU. The last copies the result."""
+    for shape in ((1, 20, 30), (7, 30, 20)):
+        x = torch.randn(shape).bfloat16()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            orthogonalize(x)
+        ours = [e for e in profiled.events() if e.name == "torchopt_ext::orthogonalize"]
+        called = Counter(e.name.removeprefix("aten::") for e in ours[-1].cpu_children)
+        for name in ("detach", "empty", "empty_like", "mT", "reshape", "scalar_tensor", "view_as"):
+            called.pop(name, None)  # without a launch
+        assert called == {
+            "linalg_vector_norm": 2, "clamp_min_": 1, "div": 3, "maximum": 1,
+            "bmm": 5, "baddbmm": 10, "copy_": 1,
+        }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------

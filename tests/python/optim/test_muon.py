@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext import FusedAdamW, FusedMuon, FusedOptimizer, GradScaler, ops, orthogonalize
+from torchopt_ext.state import masters
 from torchopt_ext.state.masters import weight_of
 from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.newton_schulz import JORDAN, PRESETS
@@ -364,8 +365,11 @@ def test_muon_beside_another_default() -> None:
 
 @each_way
 @pytest.mark.parametrize("steps", [0, 2])
-def test_rows_are_scaled_with_what_completes_them(way: str, steps: int) -> None:
+def test_rows_are_scaled_with_what_completes_them(
+    way: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The product of the whole weight, rounded as a step rounds it, also before the first step."""
+    monkeypatch.setattr(masters, "_ELEMENTS", 4 * 80 + 1)  # four rows at once, then two
     _, optimizer = WAYS[way].build(
         "Muon", [("q", p) for p in make_params([(6, 80)], WAYS[way].dtype)], lr=0.02
     )
