@@ -106,6 +106,14 @@ def orthogonalize_(
 ) -> None:
     """Orthogonalizes matrices that lie in a flat tensor, in place."""
 
+def normalize_rows_(
+    buffer: Tensor,
+    matrices: Sequence[tuple[int, int, int, int, float]],
+    averages: Tensor,
+    beta2: float,
+) -> None:
+    """Normalizes the rows of such matrices, blocks of whole rows, and averages their squares."""
+
 class OptimizerPlan:
     def __init__(
         self,

@@ -273,12 +273,17 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def local_shape_and_offset(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the sizes of a DTensor's shard, and the shard's offset in the whole tensor."""
+def local_shape_and_offset(
+    dtensor: Any, shape: torch.Size | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the sizes of a DTensor's shard, and the shard's offset in the whole tensor.
+
+    With ``shape``, of a tensor of that shape with the same placements.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(
-        dtensor.shape, dtensor.device_mesh, dtensor.placements
+        dtensor.shape if shape is None else shape, dtensor.device_mesh, dtensor.placements
     )
 
 

@@ -215,7 +215,9 @@ void StepPlan::check_matrices(size_t i, const Tensors& tensors, const at::Tensor
     elements += rows * cols;
     rows_in_all += rows;
   }
-  TORCH_CHECK(!by_row || second_momentum.numel() == rows_in_all,
+  // Of a row that ranks share, the rank with the first column has the average.
+  const bool is_elsewhere = found->second.exchange >= 0 && second_momentum.numel() == 0;
+  TORCH_CHECK(!by_row || is_elsewhere || second_momentum.numel() == rows_in_all,
               what(state_array(Muon::kSecondMomentum), i), " has ", second_momentum.numel(),
               " elements, expected ", rows_in_all, ", one for each row of ", param_what);
   TORCH_CHECK(elements == dense.numel(), param_what, " has ", dense.numel(),

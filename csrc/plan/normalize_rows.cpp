@@ -77,9 +77,8 @@ void normalize_on_cpu(T* matrices, int64_t batch, int64_t rows, int64_t cols,
   });
 }
 
-}  // namespace
-
-void normalize_rows(const at::Tensor& matrices, const RowMoments& moments, const at::Tensor& skip) {
+// Normalizes each matrix of [batch, rows, cols], contiguous.
+void normalize(const at::Tensor& matrices, const RowMoments& moments, const at::Tensor& skip) {
   const int64_t batch = matrices.size(0);
   const int64_t rows = matrices.size(1);
   if (matrices.numel() == 0) {
@@ -97,11 +96,27 @@ void normalize_rows(const at::Tensor& matrices, const RowMoments& moments, const
   const at::Tensor x = matrices.to(at::kFloat);
   const at::Tensor squares = x.square().sum(2, /*keepdim=*/true);
   const at::Tensor averaged = average.lerp(squares / matrices.size(2), 1.0 - moments.beta2);
-  average.copy_(at::where(skip == 0.0, averaged, average));
+  average.copy_(skip.defined() ? at::where(skip == 0.0, averaged, average) : averaged);
   const at::Tensor factors = (average.sqrt() + kEps).reciprocal();
   const at::Tensor before = squares.sum(1, /*keepdim=*/true).sqrt();
   const at::Tensor after = (squares * factors.square()).sum(1, /*keepdim=*/true).sqrt() + kEps;
   matrices.copy_(x * (factors * (before / after)));
+}
+
+}  // namespace
+
+void normalize_rows(const at::Tensor& buffer, const std::vector<Matrix>& matrices,
+                    RowMoments moments, const at::Tensor& skip) {
+  for (size_t i = 0; i < matrices.size();) {
+    const auto& [first, rows, cols, stride, lr_scale] = matrices[i];
+    int64_t batch = 0;
+    for (; i < matrices.size() && matrices[i].rows == rows; ++i) {
+      ++batch;
+    }
+    normalize(buffer.narrow(0, first, batch * rows * cols).view({batch, rows, cols}), moments,
+              skip);
+    moments.second_momentum += batch * rows;
+  }
 }
 
 }  // namespace torchopt_ext

@@ -5,17 +5,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
+#include "plan/matrices.h"
+
 namespace torchopt_ext {
 
 // The averages of rows, one after another, and how much of them a step keeps.
 struct RowMoments {
-  float* second_momentum;  // [batch * rows]
+  float* second_momentum;
   double beta2;
 };
 
-// Normalizes each matrix of [batch, rows, cols], contiguous, in place, and averages its rows' mean
-// squares. On CPUs on all threads, with bits that depend on neither threads nor instructions. On
-// other devices a step whose `skip`, a float64 scalar, is not 0 leaves the averages as they are.
-void normalize_rows(const at::Tensor& matrices, const RowMoments& moments, const at::Tensor& skip);
+// Normalizes matrices of a flat buffer, which are blocks of whole rows, in place, and averages
+// their rows' mean squares. On CPUs on all threads, with bits that depend on neither threads nor
+// instructions. On other devices a step whose `skip`, a float64 scalar, is not 0 leaves the
+// averages as they are.
+void normalize_rows(const at::Tensor& buffer, const std::vector<Matrix>& matrices,
+                    RowMoments moments, const at::Tensor& skip = {});
 
 }  // namespace torchopt_ext

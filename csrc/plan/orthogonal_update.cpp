@@ -1,8 +1,11 @@
 #include "plan/orthogonal_update.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -122,6 +125,7 @@ void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t inde
   const DType direction = dtype_named(bucket.dtype);
   const int64_t first = std::exchange(bucket.elements, bucket.elements + elements);
   bucket.first.push_back(first);
+  bucket.averages.push_back(how.averages);
 
   TensorWork& average = bucket.average.work.tensors.emplace_back(tensor);
   bucket.average.tensors.push_back(index);
@@ -253,22 +257,12 @@ void OrthogonalUpdate::normalize(const Bucket& bucket, const std::vector<GroupHy
                                  const at::Tensor& buffer, const at::Tensor& skip) const {
   for (size_t k = 0; k < bucket.matrices.size(); ++k) {
     const TensorWork& tensor = bucket.average.work.tensors[k];
-    auto* averages = static_cast<float*>(tensor.memory[state_array(Muon::kSecondMomentum)]);
+    auto* const averages = static_cast<float*>(tensor.memory[state_array(Muon::kSecondMomentum)]);
     if (averages == nullptr || tensor.memory[kGrad] == nullptr) {
       continue;
     }
     const double beta2 = groups[static_cast<size_t>(tensor.group)].hyper[Muon::kBeta2];
-    const std::vector<Matrix>& matrices = bucket.matrices[k];
-    for (size_t i = 0; i < matrices.size();) {
-      const auto& [first, rows, cols, stride, lr_scale] = matrices[i];
-      int64_t batch = 0;
-      for (; i < matrices.size() && matrices[i].rows == rows; ++i) {
-        ++batch;
-      }
-      normalize_rows(buffer.narrow(0, first, batch * rows * cols).view({batch, rows, cols}),
-                     {averages, beta2}, skip);
-      averages += batch * rows;
-    }
+    normalize_rows(buffer, bucket.matrices[k], {averages, beta2}, skip);
   }
 }
 
@@ -321,13 +315,12 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     count += exchange({.average =
                            [&](int64_t k) {
                              Bucket& bucket = bucket_of(k);
-                             return directions(bucket, average(bucket));
+                             return directions(bucket, groups, average(bucket));
                            },
                        .apply =
                            [&](int64_t k) {
-                             Bucket& bucket = bucket_of(k);
-                             normalize(bucket, groups, buffer_of(bucket), control.select(0, kSkip));
-                             apply(bucket);
+                             keep_averages(bucket_of(k), control.select(0, kSkip));
+                             apply(bucket_of(k));
                            }});
   }
   release();
@@ -337,17 +330,40 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
   }
 }
 
-std::vector<std::optional<at::Tensor>> OrthogonalUpdate::directions(const Bucket& bucket,
-                                                                    const at::Tensor& buffer) {
-  std::vector<std::optional<at::Tensor>> all;
-  for (size_t k = 0; k < bucket.first.size(); ++k) {
+at::Tensor OrthogonalUpdate::averages_of(const Bucket& bucket, size_t k) const {
+  void* const memory = bucket.average.work.tensors[k].memory[state_array(Muon::kSecondMomentum)];
+  return memory == nullptr ? at::Tensor()
+                           : at::from_blob(memory, {bucket.averages[k]},
+                                           at::TensorOptions().device(device_).dtype(at::kFloat));
+}
+
+std::vector<std::optional<Direction>> OrthogonalUpdate::directions(
+    Bucket& bucket, const std::vector<GroupHyper>& groups, const at::Tensor& buffer) const {
+  std::vector<std::optional<Direction>> all(bucket.first.size());
+  bucket.new_averages.assign(bucket.first.size(), {});
+  for (size_t k = 0; k < all.size(); ++k) {
     const TensorWork& tensor = bucket.average.work.tensors[k];
-    all.emplace_back();
-    if (tensor.memory[kGrad] != nullptr) {
-      all.back() = buffer.narrow(0, bucket.first[k], tensor.numel);
+    if (tensor.memory[kGrad] == nullptr) {
+      continue;
     }
+    std::optional<at::Tensor> averages;
+    if (const at::Tensor held = averages_of(bucket, k); held.defined()) {
+      averages = bucket.new_averages[k] = held.clone();
+    }
+    all[k] = {buffer.narrow(0, bucket.first[k], tensor.numel), averages,
+              groups[static_cast<size_t>(tensor.group)].hyper[Muon::kBeta2]};
   }
   return all;
+}
+
+void OrthogonalUpdate::keep_averages(Bucket& bucket, const at::Tensor& skip) const {
+  for (size_t k = 0; k < bucket.new_averages.size(); ++k) {
+    if (const at::Tensor& averages = bucket.new_averages[k]; averages.defined()) {
+      const at::Tensor held = averages_of(bucket, k);
+      held.copy_(at::where(skip == 0.0, averages, held));
+    }
+  }
+  bucket.new_averages.clear();
 }
 
 void OrthogonalUpdate::release() {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "plan/matrices.h"
@@ -24,14 +25,20 @@ struct Orthogonalization {
   // The number of the exchange in which ranks orthogonalize matrices of which the tensor is a part.
   // `matrices` are then its rows with the learning rates of their matrices. -1: it has whole ones.
   int64_t exchange = -1;
+  int64_t averages = 0;  // rows of which this rank holds NorMuon's average
 };
 
+// What ranks exchange of a tensor: its direction, for NorMuon a copy of the averages of its rows,
+// and beta2. The exchange puts the results into both.
+using Direction = std::tuple<at::Tensor, std::optional<at::Tensor>, double>;
+
 // The stages of exchanges 0, 1, ... of a step. average(k) returns the directions of the tensors of
-// exchange k, in the order of the plan, none for those without a gradient; apply(k) applies them.
-// At most kInFlight exchanges have directions: apply(k) comes before average(k + kInFlight).
+// exchange k, in the order of the plan, none for those without a gradient; apply(k) applies them,
+// and keeps the averages. At most kInFlight exchanges have directions: apply(k) comes before
+// average(k + kInFlight).
 struct ExchangeStages {
   static constexpr int64_t kInFlight = 3;
-  std::function<std::vector<std::optional<at::Tensor>>(int64_t)> average;
+  std::function<std::vector<std::optional<Direction>>(int64_t)> average;
   std::function<void(int64_t)> apply;
 };
 // Orthogonalizes the directions of all exchanges with other ranks; returns the number of matrices.
@@ -68,14 +75,19 @@ class OrthogonalUpdate {
     Pass average;
     std::vector<int64_t> first;                 // by tensor of `average`: its place in the buffer
     std::vector<std::vector<Matrix>> matrices;  // by the same, in the buffer
+    std::vector<int64_t> averages;              // by the same: of rows
+    std::vector<at::Tensor> new_averages;       // by the same, while ranks exchange them
     Pass apply;
     std::vector<int64_t> first_applied;  // by tensor of `apply`: its place in the buffer
   };
   Bucket& bucket_for(const TensorWork& tensor, const Orthogonalization& how, at::ScalarType dtype);
   Bucket& new_bucket(const Orthogonalization& how, at::ScalarType dtype);
   void add(Bucket& bucket, const TensorWork& tensor, size_t index, const Orthogonalization& how);
-  static std::vector<std::optional<at::Tensor>> directions(const Bucket& bucket,
-                                                           const at::Tensor& buffer);
+  at::Tensor averages_of(const Bucket& bucket, size_t k) const;
+  std::vector<std::optional<Direction>> directions(Bucket& bucket,
+                                                   const std::vector<GroupHyper>& groups,
+                                                   const at::Tensor& buffer) const;
+  void keep_averages(Bucket& bucket, const at::Tensor& skip) const;
   void finish(Pass& pass) const;
   void place(Bucket& bucket, const at::Tensor& buffer) const;
   int64_t orthogonalize(const Bucket& bucket, const at::Tensor& buffer) const;

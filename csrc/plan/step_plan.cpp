@@ -49,7 +49,9 @@ StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const S
       copied_.push_back(i);
     }
     if (!entry.orthogonalization.matrices.empty()) {
-      orthogonalized_.emplace(i, entry.orthogonalization);
+      const at::Tensor& averages = entry.tensors[state_array(Muon::kSecondMomentum)];
+      orthogonalized_[i] = entry.orthogonalization;
+      orthogonalized_[i].averages = averages.defined() ? averages.numel() : 0;
     }
     TensorWork& work = work_.tensors[i];
     work.group = entry.group;

@@ -15,6 +15,7 @@
 #include "kernels/algorithms.h"
 #include "kernels/control.h"
 #include "ops/partition_checks.h"
+#include "plan/normalize_rows.h"
 #include "plan/weight_copy.h"
 #include "python/bindings.h"
 #include "python/optimizer_plan.h"
@@ -106,6 +107,31 @@ py::dict algorithms() {
   return all;
 }
 
+using MatrixFields = std::tuple<int64_t, int64_t, int64_t, int64_t, double>;
+
+std::vector<Matrix> matrices_of(const std::vector<MatrixFields>& fields) {
+  std::vector<Matrix> matrices;
+  matrices.reserve(fields.size());
+  for (const auto& [first, rows, cols, stride, lr_scale] : fields) {
+    matrices.push_back({first, rows, cols, stride, lr_scale});
+  }
+  return matrices;
+}
+
+void normalize_rows_(const at::Tensor& buffer, const std::vector<MatrixFields>& fields,
+                     const at::Tensor& averages, double beta2) {
+  const std::vector<Matrix> matrices = matrices_of(fields);
+  int64_t rows = 0;
+  for (const Matrix& matrix : matrices) {
+    rows += matrix.rows;
+  }
+  TORCH_CHECK(averages.scalar_type() == at::kFloat && averages.is_contiguous() &&
+                  averages.numel() == rows && averages.device() == buffer.device(),
+              "averages are ", averages.scalar_type(), averages.sizes(), " on ", averages.device(),
+              ", expected contiguous float32 [", rows, "] on ", buffer.device());
+  normalize_rows(buffer, matrices, {averages.data_ptr<float>(), beta2});
+}
+
 // OptimizerPlan::GroupAlgorithm with the algorithm's name.
 using NamedAlgorithm =
     std::tuple<std::string, std::vector<std::array<double, 3>>, double,
@@ -175,19 +201,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def(
       "orthogonalize_",
-      [](const at::Tensor& buffer,
-         const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, double>>& fields,
+      [](const at::Tensor& buffer, const std::vector<MatrixFields>& matrices,
          const std::vector<std::array<double, 3>>& coefficients, double eps,
          const std::function<at::Tensor(const at::Tensor&)>& instead) {
-        std::vector<Matrix> matrices;
-        matrices.reserve(fields.size());
-        for (const auto& [first, rows, cols, stride, lr_scale] : fields) {
-          matrices.push_back({first, rows, cols, stride, lr_scale});
-        }
-        orthogonalize_matrices({coefficients, eps, instead}, matrices, buffer);
+        orthogonalize_matrices({coefficients, eps, instead}, matrices_of(matrices), buffer);
       },
       py::arg("buffer"), py::arg("matrices"), py::arg("coefficients"), py::arg("eps"),
       py::arg("instead"), py::call_guard<py::gil_scoped_release>());
+  m.def("normalize_rows_", normalize_rows_, py::arg("buffer"), py::arg("matrices"),
+        py::arg("averages"), py::arg("beta2"), py::call_guard<py::gil_scoped_release>());
   add_carve(m);
   add_param_lists(m);
   py::class_<OptimizerPlan>(m, "OptimizerPlan")

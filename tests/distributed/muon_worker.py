@@ -39,7 +39,7 @@ from torchopt_ext.state.local import shard_of
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 GROUPS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((24, 40), {"num_heads": 4}),  # heads of 6 rows: cut inside on 3 and 4 ranks
-    ((40, 24), {"num_heads": 3, "head_dim": 1}),
+    ((40, 24), {"num_heads": 3, "head_dim": 1, "beta2": 0.0}),  # NorMuon needs whole rows
     ((30, 16), {"split_sizes": (20, 4, 6), "adjust_lr_fn": "match_rms_adamw"}),
     ((7, 9), {"ns_coefficients": "polar_express"}),
     ((2, 9), {}),  # ranks without a part
@@ -62,6 +62,9 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
             "state_dtype": torch.bfloat16,
         },
     ),
+}
+NORMUON: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    f"NorMuon, {way}": (dtype, {**options, "beta2": 0.9}) for way, (dtype, options) in WAYS.items()
 }
 
 
@@ -92,7 +95,7 @@ class Run:
         build: Callable[..., Any] = FusedMuon,
         **more: Any,
     ) -> None:
-        dtype, options = WAYS[way]
+        dtype, options = {**WAYS, **NORMUON}[way]
         generator = torch.Generator().manual_seed(1)
         self.place, self.params, groups = place, [], []
         for shape, group in GROUPS:
@@ -120,7 +123,7 @@ class Run:
 
     def moments(self) -> list[Tensor]:
         states = [self.optimizer.state[p] for p in self.params]
-        return [full_tensor(momentum_of(state)) for state in states]
+        return [full_tensor(of(s)) for s in states for of in (momentum_of, averages_of)]
 
 
 def placed(shape: tuple[int, ...], placements: list[Placement]) -> Callable[[Tensor], Tensor]:
@@ -255,10 +258,15 @@ def meshes_may_be_equal_or_cross() -> None:
 def a_failing_transfer_names_what_was_stepped() -> None:
     send = dist.all_to_all_single
     for number in range(1, 9):  # on all ranks alike: no rank waits
-        run = Run(placed(*layouts()["rows"])).train(0)
+        run = Run(placed(*layouts()["rows"]), "NorMuon, fp32").train(0)
         run.set_gradients(1)
-        states = [(p, run.optimizer.state[p]) for p in run.params]
-        before = [(full_tensor(p).clone(), full_tensor(momentum_of(s)).clone()) for p, s in states]
+
+        def held(run: Run = run) -> list[list[Tensor]]:
+            states = [(p, run.optimizer.state[p]) for p in run.params]
+            kept = [(p, momentum_of(state), averages_of(state)) for p, state in states]
+            return [[full_tensor(tensor).clone() for tensor in tensors] for tensors in kept]
+
+        before = held()
         calls: list[int] = []
 
         def failing(*args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
@@ -275,17 +283,20 @@ def a_failing_transfer_names_what_was_stepped() -> None:
         named = re.findall(r"(?:stepped|weights): \[(.*?)\]", str(raised.value))
         stepped, averaged = ([int(n) for n in re.findall(r"\d+", text)] for text in named)
         cut = [n for n, (_, group) in enumerate(GROUPS) if "algorithm" not in group and n != 6]
+        after = held()
         for n in cut:
-            weight, momentum = before[n]
-            same = torch.equal(full_tensor(run.params[n]), weight)
-            kept = torch.equal(
-                full_tensor(momentum_of(run.optimizer.state[run.params[n]])), momentum
-            )
-            assert (not same, not kept) == (n in stepped, n in stepped + averaged), (number, n)
+            changed = [not torch.equal(a, b) for a, b in zip(after[n], before[n], strict=True)]
+            rows = "beta2" not in GROUPS[n][1]
+            expected = [n in stepped, n in stepped + averaged, rows and n in stepped]
+            assert changed == expected, (number, n)
 
 
 def momentum_of(state: dict[str, Any]) -> Any:
     return state.get("momentum_buffer", state.get("exp_avg"))
+
+
+def averages_of(state: dict[str, Any]) -> Any:
+    return state.get("second_momentum_buffer", torch.zeros(0))
 
 
 def matrices_without_elements() -> None:
@@ -298,7 +309,7 @@ def matrices_without_elements() -> None:
 
 
 def an_overflow_changes_nothing() -> None:
-    run = Run(placed(*layouts()["rows"]), skip_nonfinite=True).train(0)
+    run = Run(placed(*layouts()["rows"]), "NorMuon, fp32", skip_nonfinite=True).train(0)
     before = snapshot(run.optimizer)
     run.set_gradients(1)
     if dist.get_rank() == 0:
@@ -332,6 +343,31 @@ def changes_between_steps_are_followed() -> None:
     assert_same_bits(runs[1].weights(), runs[0].weights())
 
 
+def normuon_over_bf16() -> None:
+    """Directions travel in 16 bits, and the averages of rows beside them in 32."""
+    place = placed(*layouts()["rows"])
+    runs = []
+    for held in (lambda t: t, place):
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((7, 9), (24, 41), (1, 5), (3, 8, 11))
+        params = [nn.Parameter(held(torch.randn(s, generator=generator))) for s in shapes]
+        optimizer = FusedMuon(params, lr=0.1, beta2=0.9, orthogonalize_dtype=torch.bfloat16)
+        for _ in range(3):
+            for p, shape in zip(params, shapes, strict=True):
+                p.grad = held(torch.randn(shape, generator=generator))
+            with counted_bytes() as sent:
+                optimizer.step()
+        states = [full_tensor(averages_of(optimizer.state[p])) for p in params]
+        runs.append([*(full_tensor(p) for p in params), *states])
+    for ours, alone in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, alone, rtol=0.02, atol=0.02)
+    world, cut = dist.get_world_size(), shapes[:3]  # experts are whole
+    total = sum(gathered(sum(sent)))
+    if world > 1:
+        elements, rows = sum(map(math.prod, cut)), sum(shape[0] for shape in cut)
+        assert 0 < total <= 2 * (2 * elements + 4 * rows)
+
+
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
     """Records the bytes that this rank sends to others in all-to-alls."""
@@ -361,7 +397,7 @@ def bytes_are_those_of_the_formula() -> None:
     assert total <= 1.02 * 8 * elements * (world - 1) / world
 
 
-def fsdp_trains_like_one_process() -> None:
+def fsdp_trains_like_one_process(**options: Any) -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
     model = copy.deepcopy(alone)
@@ -375,7 +411,7 @@ def fsdp_trains_like_one_process() -> None:
         vectors = [p for p in module.parameters() if p.dim() == 1]
         optimizer = FusedMuon(
             [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.02,
-            max_grad_norm=0.1,
+            max_grad_norm=0.1, **options,
         )  # fmt: skip
         for batch in batches:
             optimizer.zero_grad()
@@ -390,9 +426,9 @@ def fsdp_trains_like_one_process() -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
 
 
-def digests_add_up() -> None:
-    alone = Run().train(0, 1)
-    shared = Run(placed(*layouts()["rows"])).train(0, 1)
+def digests_add_up(layout: str, way: str) -> None:
+    alone = Run(way=way).train(0, 1)
+    shared = Run(placed(*layouts()[layout]), way).train(0, 1)
     ours = digest(shared.optimizer)
     dist.all_reduce(ours)
     own = [
@@ -409,7 +445,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(10)
 
 
-def resumes_on_other_ranks(folder: Path) -> None:
+def resumes_on_other_ranks(folder: Path, **options: Any) -> None:
     """Saved by the world before, under the parameters' names, and loaded here, then saved again."""
     torch.manual_seed(0)
     alone = Model()
@@ -421,7 +457,7 @@ def resumes_on_other_ranks(folder: Path) -> None:
         return FusedMuon(
             [{"params": matrices},
              {"params": [(n, p) for n, p in named.items() if p.dim() == 1], "algorithm": "adamw"}],
-            lr=0.05,
+            lr=0.05, **options,
         )  # fmt: skip
 
     def step(module: nn.Module, optimizer: FusedMuon, seed: int) -> None:
@@ -456,20 +492,28 @@ def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         f"{layout}, {way}": partial(has_one_process_bits, layout, way)
         for layout in layouts()
-        for way in (WAYS if layout == "rows" else ["fp32"])
+        for way in (WAYS | NORMUON if layout == "rows" else ["fp32", "NorMuon, fp32"])
     }
+    among_several = (
+        refuses_gradients_of_some_ranks, ranks_with_other_settings_raise,
+        a_first_step_that_is_rejected_leaves_no_trace, a_failing_transfer_names_what_was_stepped,
+    )  # fmt: skip
     for case in (
-        refuses_gradients_of_some_ranks, a_rejected_step_changes_nothing,
-        ranks_with_other_settings_raise, a_rejection_after_the_norm_reaches_all,
-        a_first_step_that_is_rejected_leaves_no_trace, matrices_without_elements,
-        a_failing_transfer_names_what_was_stepped,
+        *(among_several if dist.get_world_size() > 1 else ()), a_rejected_step_changes_nothing,
+        a_rejection_after_the_norm_reaches_all, matrices_without_elements,
         an_overflow_changes_nothing, changes_between_steps_are_followed,
-        bytes_are_those_of_the_formula, fsdp_trains_like_one_process, digests_add_up,
+        bytes_are_those_of_the_formula, normuon_over_bf16,
     ):  # fmt: skip
         found[case.__name__] = case
+    for name, options in {"": {}, ", NorMuon": {"beta2": 0.9}}.items():
+        found[f"FSDP2{name}"] = partial(fsdp_trains_like_one_process, **options)
+        folder = Path(sys.argv[1]).parent / f"muon{name}"
+        found[f"resumes{name}"] = partial(resumes_on_other_ranks, folder, **options)
+    for way in ("fp32", "NorMuon, fp32"):
+        for layout in ("rows", "columns"):
+            found[f"digests, {layout}, {way}"] = partial(digests_add_up, layout, way)
     if dist.get_world_size() == 4:
         found["meshes"] = meshes_may_be_equal_or_cross
-    found["resumes"] = partial(resumes_on_other_ranks, Path(sys.argv[1]).parent)
     return found
 
 

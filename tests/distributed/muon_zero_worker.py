@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.distributed.muon_worker import WAYS, Run
+from tests.distributed.muon_worker import NORMUON, WAYS, Run
 from tests.support.compare import assert_same, assert_same_bits
 from tests.support.ranks import gathered, run_cases
 from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
@@ -65,21 +65,6 @@ def zero_has_one_process_bits(way: str, **options: Any) -> None:
     assert_same_bits(
         [p.detach() for g in copied.param_groups for p in g["params"]], shared.weights()
     )
-
-
-def owners_normalize_rows() -> None:
-    def trained(**over: Any) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(torch.randn(s, generator=generator)) for s in ((8, 12), (6, 4))]
-        optimizer = FusedMuon(params, lr=0.1, beta2=0.9, **over)
-        for _ in range(3):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator)
-            optimizer.step()
-        buffers = [optimizer.state[p]["second_momentum_buffer"] for p in params]
-        return [*(p.detach() for p in params), *buffers]
-
-    assert_same_bits(trained(orthogonalize_over=dist.group.WORLD), trained())
 
 
 def ranks_raise_together() -> None:
@@ -218,14 +203,15 @@ def cases() -> dict[str, Callable[[], Any]]:
         "by cost": zero_divides_by_cost,
         "rejection": a_rejected_step_changes_nothing,
         "together": ranks_raise_together,
-        "NorMuon": owners_normalize_rows,
         "several": several_parameters_a_bucket,
     }
     for way in WAYS:
         zero = partial(zero_has_one_process_bits, way)
         found[f"balanced, {way}"] = partial(zero, partition="balanced", bucket_elements=1000)
+    for way in WAYS | NORMUON:
         found[f"owners, {way}"] = partial(owners_have_one_process_bits, way)
-    found["greedy"] = partial(zero_has_one_process_bits, "fp32", partition="greedy")
+    for way in ("fp32", "NorMuon, fp32"):
+        found[f"greedy, {way}"] = partial(zero_has_one_process_bits, way, partition="greedy")
     if dist.get_world_size() in (2, 4):  # sums of equal gradients have one rounding
         sharded = {"partition": "balanced", "sharded_gradients": True}
         found["sharded gradients"] = partial(zero_has_one_process_bits, "fp32", **sharded)

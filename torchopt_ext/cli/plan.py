@@ -404,7 +404,7 @@ def about_muon(plans: dict[str, list[RankBytes]]) -> list[str]:
             text += f"; on the rank with most, {', '.join(divided)}"
         lines += ["", *textwrap.wrap(text, WIDTH)]
     if cut := [sharding for sharding in SHARDINGS if sharding not in plans]:
-        lines += ["", f"Left out, as NorMuon needs whole matrices: {', '.join(cut)}"]
+        lines += ["", f"Left out, as NorMuon needs whole rows: {', '.join(cut)}"]
     return lines
 
 

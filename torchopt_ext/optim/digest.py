@@ -106,8 +106,7 @@ def _arrays_of(optimizer: Any) -> Iterator[_Array]:
                 yield _Array(item, local, (_PARAM, row, *place))
             for name, value in state.items():
                 if name in BY_ROW:
-                    first = place[1] // max(1, local.numel() // max(1, value.numel()))
-                    numbers = (_ROLES[name], 0, place[0], first, 0, 0, 0, 0)
+                    numbers = _ROLES[name], 0, *place_of(place[0], value)
                     yield _Array(item, local_tensor(value), numbers)
                 elif name in _ROLES:
                     yield _Array(item, local_tensor(value), (_ROLES[name], row, *place))

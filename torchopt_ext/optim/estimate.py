@@ -104,7 +104,7 @@ class RankBytes:
 
 
 class CutMatricesError(ValueError):
-    """Ranks would have parts of matrices, which Muon needs whole."""
+    """Ranks would have parts of rows, which NorMuon needs whole."""
 
 
 def element_bytes(
@@ -189,8 +189,8 @@ def estimate(
         params: contiguous parameters in forward order, with or without names, or param groups; only
             shapes, dtypes and ``requires_grad`` are read, so they may be on the meta device.
             Functions that make groups leave out frozen parameters, which then do not count.
-        sharding: one of :data:`SHARDINGS`. Muon needs whole matrices: over several ranks, "ddp" or
-            "zero1", and "fsdp" for stacks of matrices.
+        sharding: one of :data:`SHARDINGS`. NorMuon needs whole rows: over several ranks "ddp",
+            "zero1" or "fsdp".
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype, state_device, state_fraction: as FusedAdamW's, for parameters
@@ -233,7 +233,7 @@ def estimate(
         ids = frozenset(map(id, fp32_params(named, fp32_moments)))
         storage = replace(storage, fp32_moments=ids)
     costs: dict[Tensor, _Cost] = {}
-    owned: list[tuple[int, torch.dtype, int]] = []  # by ranks, as optim/owners.py chooses them
+    owned: list[tuple[int, int]] = []  # by ranks, as optim/owners.py chooses them: flops and bytes
     each = ((group, *pair) for group, members in groups for pair in members)
     for number, (group, name, param) in enumerate(each):
         if not param.requires_grad:
@@ -244,15 +244,16 @@ def estimate(
         is_shared = world_size > 1 and algorithm_of(group).steps_matrices
         if is_shared and _cuts(param, name or number, group, sharding):
             count = param.shape[0] if is_stack(group, param) else 1
-            own = costs[param].flops // count, direction_dtype(group, param), param.numel() // count
-            owned += [own] * count
+            width = direction_dtype(group, param).itemsize
+            bytes_ = width * param.numel() + costs[param].by_row
+            owned += [(costs[param].flops // count, bytes_ // count)] * count
             costs[param] = replace(costs[param], flops=0)
     tensors = [[param for _, param in members] for _, members in groups]
     shares = SHARDINGS[sharding](tensors, world_size, _Options(costs, bucket_elements))
-    flops = [of for of, _, _ in owned]
+    flops = [of for of, _ in owned]
     for of, owner in zip(flops, ops.partition_greedy(flops, world_size), strict=True):
         shares.flops[owner] += of
-    exchanged = sum(2 * dtype.itemsize * numel for _, dtype, numel in owned) // world_size
+    exchanged = sum(2 * width for _, width in owned) // world_size
     weights = sum(p.numel() * p.dtype.itemsize for _, p in named)
     trained = [p for _, p in named if p.requires_grad]
     gradients = sum(p.numel() * costs[p].gradient for p in trained)
@@ -354,16 +355,16 @@ def _cuts(param: Tensor, what: str | int, group: Mapping[str, Any], sharding: st
     """Returns whether a sharding over several ranks cuts matrices.
 
     Raises:
-        CutMatricesError: it does, and they must be whole.
+        CutMatricesError: it also cuts rows that must be whole.
     """
     if sharding in ("ddp", "zero1") or (sharding == "fsdp" and is_stack(group, param)):
         return False
-    if not group.get("beta2"):
+    if sharding == "fsdp" or not group.get("beta2"):
         return True
     called = repr(what) if isinstance(what, str) else f"parameter {what}"
     raise CutMatricesError(
-        f"{called} of shape {tuple(param.shape)} is cut with sharding={sharding!r}: expected 'ddp' "
-        "or 'zero1', or no beta2 (NorMuon)"
+        f"{called} of shape {tuple(param.shape)} is cut with sharding={sharding!r}: expected "
+        "'ddp', 'zero1' or 'fsdp', or no beta2 (NorMuon)"
     )
 
 

@@ -8,22 +8,33 @@ whole matrix for the duration of the exchange, orthogonalizes it, and returns th
     owner           rows 0, 1, 2, 3                       Newton-Schulz iterations
     all-to-all          /          \\
     apply     rank 0: rows 0, 1 | rank 1: rows 2, 3      weights, on the shards
+
+NorMuon's averages of rows travel with the directions.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext import _C
-from torchopt_ext.optim.owners import Exchange, SharedParam, digest_of, plan_exchanges
+from torchopt_ext.optim.owners import (
+    Exchange,
+    SharedMatrix,
+    SharedParam,
+    digest_of,
+    plan_exchanges,
+)
 from torchopt_ext.state.collective import collective, comm_device, wait
 from torchopt_ext.state.devices import moved
+from torchopt_ext.state.pieces import Piece
 
 _WHAT = "exchanging directions of matrices"
+
+Direction = tuple[Tensor, Tensor | None, float]
+"""A tensor's direction, averages of rows and beta2, as csrc/plan/orthogonal_update.h has them."""
 
 
 class Exchangers:
@@ -96,7 +107,7 @@ class Exchanger:
     def run(
         self,
         present: Collection[int],
-        average: Callable[[int], list[Tensor | None]],
+        average: Callable[[int], list[Direction | None]],
         apply: Callable[[int], None],
     ) -> int:
         """Runs all exchanges, up to three at a time: the products of one hide the next transfer.
@@ -136,7 +147,7 @@ class Exchanger:
                 f"[{', '.join(done)}]. These have a new momentum and old weights: "
                 f"[{', '.join(begun)}]. Load a checkpoint"
             ) from error
-        return sum(len(param.blocks) for stage in stages for param, _, _ in stage.held)
+        return sum(stage.orthogonalized for stage in stages)
 
     def _is_planned(self, number: int) -> bool:
         return bool(self._planned_positions(self.exchanges[number]))
@@ -148,49 +159,95 @@ class Exchanger:
         exchange = self.exchanges[number]
         planned = self._planned_positions(exchange)
         found = dict(zip(planned, average(number) if planned else (), strict=True))
-        directions = [[found.get(at) for at in param.positions] for param, _ in exchange]
-        return _Stages(self, exchange, directions, present)
+        its = [[found.get(at) for at in param.positions] for param, _ in exchange]
+        return _Stages(self, exchange, its, present)
+
+
+class _Held(NamedTuple):
+    """What ranks have pieces of: a matrix's direction, or NorMuon's averages of its rows.
+
+    Attributes:
+        local: this rank's flat tensors, by number.
+        whole: the owner's flat tensor.
+    """
+
+    matrix: SharedMatrix
+    pieces: Mapping[int, Sequence[Piece]]
+    local: Sequence[Tensor]
+    whole: Tensor | None
+
+
+class _Owned(NamedTuple):
+    """The matrices of a parameter that this rank owns: their blocks in ``whole``, and averages."""
+
+    param: SharedParam
+    blocks: list[Any]
+    averages: Tensor
+    beta2: float
 
 
 class _Stages:
     """One exchange of one step.
 
     Attributes:
-        held: parameters with a gradient, one of their matrices, and the directions of the tensors.
-        owned: those of this rank, with the places of the matrices in ``whole``.
+        held: what travels to the owners and back, in the order of the plan.
+        owned: parameters of whose matrices this rank owns some.
+        whole: the directions of these matrices.
+        orthogonalized: how many matrices all ranks orthogonalize.
     """
 
     def __init__(
         self,
         of: Exchanger,
         exchange: Exchange,
-        directions: Sequence[Sequence[Tensor | None]],
+        found: Sequence[Sequence[Direction | None]],
         present: Collection[int],
     ) -> None:
-        self.of, rank = of, of.rank
-        self.like = torch.empty(0, dtype=exchange[0][0].dtype, device=of.device)
-        self.held = [
-            (param, matrix, [self.like if one is None else one for one in its_directions])
-            for (param, matrices), its_directions in zip(exchange, directions, strict=True)
+        self.of, rank, device = of, of.rank, of.device
+        dtype = exchange[0][0].dtype
+        # Directions and the averages, which are float32, travel in one tensor.
+        self.words = torch.int16 if dtype.itemsize == 2 else torch.int32
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        self.held: list[_Held] = []
+        self.owned: list[_Owned] = []
+        stepped = [
+            (param, matrices, [one or (nothing, None, 0.0) for one in its])
+            for (param, matrices), its in zip(exchange, found, strict=True)
             if param.number in present
-            for matrix in matrices
         ]
-        owned = [(param, matrix) for param, matrix, _ in self.held if matrix.owner == rank]
-        ends = [*itertools.accumulate((matrix.numel for _, matrix in owned), initial=0)]
-        self.whole = self.like.new_empty(ends.pop())
-        self.owned = [(*pair, offset) for pair, offset in zip(owned, ends, strict=True)]
+        own = [m for _, matrices, _ in stepped for m in matrices if m.owner == rank]
+        self.orthogonalized = sum(len(p.blocks) * len(matrices) for p, matrices, _ in stepped)
+        self.whole = torch.empty(sum(m.numel for m in own), dtype=dtype, device=device)
+        averages = torch.empty(sum(m.averaged for m in own), dtype=torch.float32, device=device)
+        first = row = 0
+        for param, matrices, its in stepped:
+            directions = [direction for direction, _, _ in its]
+            of_rows = [nothing if averaged is None else averaged for _, averaged, _ in its]
+            blocks, begin = [], row
+            for matrix in matrices:
+                whole = rows = None
+                if matrix.owner == rank:
+                    whole = self.whole[first : first + matrix.numel]
+                    rows = averages[row : row + matrix.averaged]
+                    blocks += [(start + first, *block) for start, *block in param.blocks]
+                    first, row = first + matrix.numel, row + matrix.averaged
+                self.held.append(_Held(matrix, matrix.pieces, directions, whole))
+                self.held.append(_Held(matrix, matrix.averages, of_rows, rows))
+            if blocks:
+                self.owned.append(_Owned(param, blocks, averages[begin:row], its[0][2]))
         self._begin(
             (
-                (matrix.owner, piece.of_local(of_shard[piece.tensor]))
-                for _, matrix, of_shard in self.held
-                if rank in matrix.senders
-                for piece in matrix.pieces[rank]
+                (held.matrix.owner, piece.of_local(held.local[piece.tensor]))
+                for held in self.held
+                if rank in held.matrix.senders
+                for piece in held.pieces.get(rank, ())
             ),
             (
-                (source, piece.of_whole(self.whole, offset))
-                for _, matrix, offset in self.owned
-                for source in matrix.senders
-                for piece in matrix.pieces[source]
+                (source, piece.of_whole(held.whole))
+                for held in self.held
+                if held.whole is not None
+                for source in held.matrix.senders
+                for piece in held.pieces.get(source, ())
             ),
         )
 
@@ -198,26 +255,30 @@ class _Stages:
         """Has the owner orthogonalize what arrives, and sends it back."""
         self._end()
         by_settings: dict[tuple[Any, ...], list[Any]] = {}
-        for param, _, offset in self.owned:
-            blocks = by_settings.setdefault(param.settings, [])
-            blocks += [(first + offset, *block) for first, *block in param.blocks]
+        for owned in self.owned:
+            by_settings.setdefault(owned.param.settings, []).extend(owned.blocks)
         for settings, blocks in by_settings.items():
             _C.orthogonalize_(self.whole, blocks, *settings)
+        for _, blocks, averages, beta2 in self.owned:
+            if averages.numel():
+                _C.normalize_rows_(self.whole, blocks, averages, beta2)
         rank = self.of.rank
         self._begin(
             (
-                (other, piece.of_whole(self.whole, offset))
-                for _, matrix, offset in self.owned
-                for other, pieces in matrix.pieces.items()
+                (other, piece.of_whole(held.whole))
+                for held in self.held
+                if held.whole is not None
+                for other, pieces in held.pieces.items()
                 for piece in pieces
             ),
             (
-                (matrix.owner, piece.of_local(of_shard[piece.tensor]))
-                for _, matrix, of_shard in self.held
-                for piece in matrix.pieces.get(rank, ())
+                (held.matrix.owner, piece.of_local(held.local[piece.tensor]))
+                for held in self.held
+                for piece in held.pieces.get(rank, ())
             ),
         )
-        del self.whole
+        self.held = []
+        del self.whole, self.owned
 
     def take_back(self) -> None:
         """Waits for this rank's pieces, which replace its directions."""
@@ -230,17 +291,19 @@ class _Stages:
 
         Sender and receiver list the pieces between them in the order of the plan.
         """
-        if not self.held:
+        if not self.orthogonalized:
             return
         of = self.of
         out, into = self._by_rank(sent), self._by_rank(received)
-        device, width = comm_device(of.group, of.device), self.like.itemsize
+        device, width = comm_device(of.group, of.device), self.words.itemsize
         # Kept until the transfer has ended. Bytes: gloo does not send every dtype.
-        pieces = [self.like, *(piece.reshape(-1) for own in out for piece in own)]
-        self._sent = moved(torch.cat(pieces), device)
+        nothing = torch.empty(0, dtype=self.words, device=of.device)
+        self._sent = moved(
+            torch.cat([nothing, *(piece.reshape(-1) for own in out for piece in own)]), device
+        )
         self._targets = [piece for own in into for piece in own]
         sizes = [width * sum(piece.numel() for piece in own) for own in into]
-        self._received = torch.empty(sum(sizes) // width, dtype=self.like.dtype, device=device)
+        self._received = torch.empty(sum(sizes) // width, dtype=self.words, device=device)
         with collective(_WHAT):
             self._work = dist.all_to_all_single(
                 self._received.view(torch.uint8),
@@ -254,12 +317,12 @@ class _Stages:
     def _by_rank(self, pieces: Iterable[tuple[int, Tensor]]) -> list[list[Tensor]]:
         by_rank: list[list[Tensor]] = [[] for _ in self.of.ranks]
         for rank, piece in pieces:
-            by_rank[rank].append(piece)
+            by_rank[rank].append(piece.view(self.words))
         return by_rank
 
     def _end(self) -> None:
         """Waits for the all-to-all under way, and copies what arrived to its places."""
-        if not self.held:
+        if not self.orthogonalized:
             return
         with collective(_WHAT):
             wait(self._work)

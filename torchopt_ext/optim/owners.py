@@ -5,12 +5,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import algorithm_of
+from torchopt_ext.state.by_row import row_shape
 from torchopt_ext.state.collective import compared
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.matrices import (
@@ -45,14 +47,22 @@ class SharedMatrix:
     Attributes:
         numel: the elements of the whole matrix.
         pieces: what each rank holds, without ranks that hold nothing.
+        averages: the same of NorMuon's averages of rows, as a matrix of one column.
         owner: the rank that orthogonalizes it.
         senders: the ranks whose pieces make up the matrix: those of the owner's replica.
     """
 
     numel: int
     pieces: Mapping[int, Sequence[Piece]]
+    averages: Mapping[int, Sequence[Piece]]
     owner: int
     senders: frozenset[int]
+
+    @property
+    def averaged(self) -> int:
+        """How many rows have an average."""
+        pieces = (piece for rank in self.senders for piece in self.averages.get(rank, ()))
+        return sum(piece.numel for piece in pieces)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +90,7 @@ class SharedParam:
     dtype: torch.dtype
     numel: int
     pieces: list[dict[int, Sequence[Piece]]]  # of each matrix, by rank of the default group
+    averages: list[dict[int, Sequence[Piece]]]  # the same of the averages of rows, if it has some
     replicas: Mapping[int, int]
 
     @classmethod
@@ -92,13 +103,16 @@ class SharedParam:
         blocks = tuple(blocks_of(group, param, called))
         dtype = direction_dtype(group, local_tensor(param))
         work, numel = flops_of(blocks, group), math.prod(whole_shape(param))
+        found = partial(replicated, group, ranks)
         if is_cut(group, param):
-            pieces, replicas = pieces_of(group, param, called)
-        else:
-            pieces, replicas = replicated(group, param, ranks)
+            found = partial(pieces_of, group, param, called)
+        pieces, replicas = found(param.shape)
+        averages: list[dict[int, Sequence[Piece]]] = [{} for _ in pieces]
+        if any(state.by_row for state in algorithm_of(group).states_of(group)):
+            averages, _ = found(row_shape(param.shape, group))
         number = number_of(param, position)
         own = number, [position], part, called
-        return cls(*own, settings, blocks, work, dtype, numel, pieces, replicas)
+        return cls(*own, settings, blocks, work, dtype, numel, pieces, averages, replicas)
 
 
 Exchange = list[tuple[SharedParam, list[SharedMatrix]]]
@@ -109,7 +123,8 @@ def digest_of(by_part: Mapping[int, list[Exchange]]) -> int:
     """Returns a number that differs on ranks that would not exchange the same directions."""
     plan = [
         (part, param.number, str(param.dtype), param.settings[:2], param.blocks, param.numel,
-         [(matrix.owner, sorted(matrix.pieces.items())) for matrix in matrices])
+         [(matrix.owner, sorted(matrix.pieces.items()), sorted(matrix.averages.items()))
+          for matrix in matrices])
         for part, exchanges in by_part.items() for exchange in exchanges
         for param, matrices in exchange
     ]  # fmt: skip
@@ -182,13 +197,16 @@ def plan_exchanges(
     for param in ranked:
         matrices = []
         numel = param.numel // max(1, len(param.pieces))
-        for by_rank in filter(None, param.pieces):  # matrices may have no elements
+        for by_rank, rows in zip(param.pieces, param.averages, strict=True):
+            if not by_rank:  # matrices may have no elements
+                continue
             pieces = {number[rank]: its for rank, its in by_rank.items()}
+            averages = {number[rank]: its for rank, its in rows.items()}
             replicas = {number[rank]: param.replicas[rank] for rank in by_rank}
             work, elements, owner = min(loads[rank] for rank in pieces)
             loads[owner] = work + param.flops, elements + numel, owner
             senders = frozenset(r for r in pieces if replicas[r] == replicas[owner])
-            matrices.append(SharedMatrix(numel, pieces, owner, senders))
+            matrices.append(SharedMatrix(numel, pieces, averages, owner, senders))
         chosen.append((param, matrices))
     by_part: dict[int, list[Exchange]] = {}
     totals: Counter[int] = Counter()

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._torch import local_shape_and_offset
 from torchopt_ext.state.algorithms import STATES
 from torchopt_ext.state.local import as_placed, local_tensor, placed, same_placement
+from torchopt_ext.state.pieces import is_cut, marked_cut
 
 BY_ROW = frozenset(state.name for state in STATES.values() if state.by_row)
 """Entries of a parameter's state that have one value for each row."""
@@ -25,10 +27,16 @@ def has_rows_of(value: Any, param: Tensor) -> bool:
 
 
 def rows_like(group: Mapping[str, Any], param: Tensor) -> Tensor:
-    """Returns zeros for each row of a parameter, placed like it."""
-    local = local_tensor(param)
-    zeros = torch.zeros(row_shape(local.shape, group), dtype=torch.float32, device=local.device)
-    return as_placed(zeros, param, row_shape(param.shape, group))
+    """Returns zeros for each row of a parameter, placed like it.
+
+    Of a row that ranks share, the rank with the first column has the value.
+    """
+    local, whole = local_tensor(param), row_shape(param.shape, group)
+    shape: tuple[int, ...] = row_shape(local.shape, group)
+    if is_cut(group, param) and marked_cut(param) is None:
+        shape, _ = local_shape_and_offset(param, whole)
+    zeros = torch.zeros(shape, dtype=torch.float32, device=local.device)
+    return as_placed(zeros, param, whole)
 
 
 def row_problem(value: Any, param: Tensor, group: Mapping[str, Any] | None = None) -> str | None:

@@ -245,8 +245,11 @@ def _rows_of_pieces(
 ) -> list[Matrix]:
     """Returns this rank's rows of cut matrices, with the learning rates of their blocks."""
     local = local_tensor(param)
-    if group.get("beta2"):
-        raise ValueError(f"{called} is cut over ranks: NorMuon needs whole matrices on each rank")
+    if group.get("beta2") and marked_cut(param) is not None:
+        raise ValueError(
+            f"{called} is cut by ZeroRedundancyOptimizer, also inside rows, which NorMuon needs "
+            "whole: expected partition='greedy', or no beta2"
+        )
     if not local.is_contiguous():
         raise ValueError(f"{called} has a local part with strides {local.stride()}, not contiguous")
     rank, cut = torch.distributed.get_rank(), marked_cut(param)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_ext._torch import is_dtensor
-from torchopt_ext.state.local import local_tensor
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Groups by their ranks, with the default group that there was."""
@@ -38,9 +37,10 @@ class Piece(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.run
 
-    def of_whole(self, flat: Tensor, offset: int) -> Tensor:
-        """Returns the view of this piece in a flat tensor that has the matrix at ``offset``."""
-        return flat.as_strided((self.rows, self.run), (self.stride, 1), offset + self.first)
+    def of_whole(self, flat: Tensor) -> Tensor:
+        """Returns the view of this piece in the flat matrix."""
+        start = flat.storage_offset() + self.first
+        return flat.as_strided((self.rows, self.run), (self.stride, 1), start)
 
     def of_local(self, flat: Tensor) -> Tensor:
         """Returns the view of this piece in the flat local tensor."""
@@ -149,19 +149,22 @@ def pieces_of_run(
 
 
 def replicated(
-    group: Mapping[str, Any], param: Tensor, ranks: Any
+    group: Mapping[str, Any], ranks: Any, shape: Sequence[int]
 ) -> tuple[list[dict[int, Sequence[Piece]]], Mapping[int, int]]:
-    """Returns :func:`pieces_of` for a parameter that each rank of a process group has whole."""
-    count, rows, cols = matrix_sizes(group, local_tensor(param).shape)
+    """Returns :func:`pieces_of` for a tensor that each rank of a process group has whole."""
+    count, rows, cols = matrix_sizes(group, shape)
     replicas = {rank: rank for rank in dist.get_process_group_ranks(ranks)}
     pieces = (Piece(k * rows * cols, 0, rows, cols, cols) for k in range(count))
     return [{rank: [piece] for rank in replicas} for piece in pieces], replicas
 
 
 def pieces_of(
-    group: Mapping[str, Any], param: Any, called: str
+    group: Mapping[str, Any], param: Any, called: str, shape: Sequence[int] | None = None
 ) -> tuple[list[dict[int, Sequence[Piece]]], Mapping[int, int]]:
     """Returns who holds what of a cut parameter.
+
+    Args:
+        shape: of a state that is placed like the parameter, whose pieces to return instead.
 
     Returns:
         For each matrix the pieces by rank of the default group, without ranks that hold none of it;
@@ -178,7 +181,7 @@ def pieces_of(
                 f"the optimizer anew to change it"
             )
         return cut.pieces, cut.replicas
-    mesh, shape = param.device_mesh, tuple(param.shape)
+    mesh, shape = param.device_mesh, tuple(param.shape if shape is None else shape)
     stack = is_stack(group, param)
     inner = 1 if stack else math.prod(shape[2:])
     count, _, cols = matrix_sizes(group, shape)

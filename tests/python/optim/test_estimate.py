@@ -384,7 +384,7 @@ def test_shardings_that_cut_matrices(sharding: str) -> None:
         assert len(estimate(given, sharding=sharding, world_size=2)) == 2
         return
     # Owners orthogonalize: each matrix one of two ranks.
-    ranks = estimate(given, sharding=sharding, world_size=2)
+    ranks = muon = estimate(given, sharding=sharding, world_size=2)
     assert sorted(r.newton_schulz_flops for r in ranks) == [0, multiplied([(64, 64)])]
     adamw = estimate([matrix], sharding=sharding, world_size=2)
     assert ranks[0].sent - adamw[0].sent == 2 * 4 * 64 * 64 // 2 // 2  # to the owner and back
@@ -392,6 +392,11 @@ def test_shardings_that_cut_matrices(sharding: str) -> None:
     ranks = FusedMuon.estimate([experts], sharding=sharding, world_size=2)
     assert [rank.newton_schulz_flops for rank in ranks] == [multiplied([(64, 64)])] * 2
     given[0]["algorithm"] = "normuon"
+    if sharding == "fsdp":  # whole rows
+        rows = estimate(given, sharding=sharding, world_size=2)
+        assert [rank.moments - 4 * 32 for rank in rows] == [rank.moments for rank in muon]
+        assert rows[0].sent - adamw[0].sent == 2 * (4 * 64 * 64 + 4 * 64) // 2 // 2
+        return
     with pytest.raises(CutMatricesError, match=r"'wq' of shape \(64, 64\) is cut .*'zero1'"):
         estimate(given, sharding=sharding, world_size=2)
     flat = torch.empty(64, 64, 2, device="meta", requires_grad=True)

@@ -42,7 +42,7 @@ def shared(
     called = f"parameter {position}"
     return SharedParam(
         position, [position], part, called, values, (block,), work, torch.float32, rows * cols,
-        [{rank: [piece] for rank, piece in pieces.items()}], replicas,
+        [{rank: [piece] for rank, piece in pieces.items()}], [{}], replicas,
     )  # fmt: skip
 
 
@@ -124,5 +124,5 @@ def test_pieces_of_runs_make_up_the_matrices(sizes: list[int], rows: int, cols: 
         run = stack[begin:end].clone()
         for number, piece in pieces_of_run(begin, end, rows * cols, cols, tensor):
             assert piece.tensor == tensor and piece.first + piece.numel <= rows * cols
-            piece.of_whole(found, number * rows * cols).copy_(piece.of_local(run))
+            piece.of_whole(found[number * rows * cols :]).copy_(piece.of_local(run))
     assert torch.equal(found, stack)
