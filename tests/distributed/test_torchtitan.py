@@ -88,6 +88,10 @@ VERSIONS = {
             "accumulated in backward": (*CLIPPED, "--optimizer.backwards_per_step=2"),
             "stock bf16": ("--training.dtype=bfloat16",),
             "masters": (*OURS, "--training.dtype=bfloat16", "--optimizer.master_weights=fp32"),
+            "muon": (
+                *[*OURS, "--optimizer.name=Muon", "--optimizer.lr=4e-3"],
+                "--optimizer.deferred_clipping",
+            ),
         },
         "optimizer.state.layers.0.attention.wq.weight.exp_avg",
         learns=1.0,
@@ -270,6 +274,18 @@ def test_master_weights_from_a_checkpoint_without(runs: Runs) -> None:
     for step, line in resumed.metrics.items():
         assert abs(line["loss"] - stock.metrics[step]["loss"]) < 0.1  # without masters, bf16 rounds
     assert "optimizer.state.output.weight.master_weight" in resumed.entries(STEPS)
+
+
+@only_022
+@pytest.mark.parametrize("layout", ["single", slow("fsdp")])
+def test_muon_learns_and_resumes_exactly(runs: Runs, layout: str) -> None:
+    whole, resumed = (runs.get(layout, "muon", resume=saved) for saved in ("", "muon"))
+    assert whole.metrics[STEPS]["loss"] < whole.metrics[1]["loss"] - TITAN.learns / 2
+    assert all(0 < line["clip_factor"] < 1 for line in whole.metrics.values())
+    entry = "optimizer.state.layers.0.attention.wq.weight.momentum_buffer"
+    assert_continues(resumed, whole, entry)
+    assert "optimizer.state.output.weight.exp_avg_sq" in whole.entries()
+    assert entry.replace("momentum_buffer", "exp_avg_sq") not in whole.entries()
 
 
 @only_022

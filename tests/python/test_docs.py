@@ -13,6 +13,7 @@ The python and diff blocks of a page run in order, in one namespace and a tempor
 sides of a diff run, each in a copy of the namespace.
 """
 
+import ast
 import contextlib
 import functools
 import io
@@ -123,6 +124,23 @@ def test_python_blocks_run(page: str) -> None:
             run(block, block.code, namespace, kind == "not run" or bool(lacking(block)))
     if without:
         pytest.skip(f"all blocks ran but those that need {', '.join(sorted(without))}")
+
+
+def test_examples_of_muon_have_adamws_learning_rates() -> None:
+    """torch's default for ``adjust_lr_fn`` needs another learning rate than AdamW's."""
+    calls = []
+    for page in with_languages("python", "diff"):
+        for block in blocks(page):
+            if block.language not in ("python", "diff"):
+                continue
+            if block.comment and block.comment[0] == "not Python":
+                continue
+            code = side(block.code, "-") if block.language == "diff" else block.code
+            for call in ast.walk(ast.parse(code)):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Muon"):
+                    calls.append(f"{page}:{block.line} {ast.unparse(call)}")
+    assert len(calls) > 3
+    assert not [call for call in calls if "adjust_lr_fn='match_rms_adamw'" not in call]
 
 
 @pytest.mark.parametrize("page", NAMES)

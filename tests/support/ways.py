@@ -20,7 +20,7 @@ FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
 OURS = {
     "Adam": FusedAdam, "AdamW": FusedAdamW, "Lion": FusedLion, "SGD": FusedSGD, "Muon": FusedMuon,
 }  # fmt: skip
-TORCH = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+TORCH = {name: getattr(torch.optim, name) for name in OURS if name != "Lion"}
 MASTER_ENTRY = {"fp32": "master_weight", "remainder": "remainder", "remainder8": "remainder8"}
 """The entry in a parameter's state for each value of ``master_weights``."""
 
@@ -92,6 +92,22 @@ for _name in OURS:
     for _key in sorted({state.when for state in _algorithm.states if state.when}):
         _value = 0.9 if isinstance(_algorithm.defaults[_key], float) else True
         KINDS[f"{_name}, {_key}"] = (OURS[_name], {_key: _value})
+
+
+def hybrid(
+    params: Iterable[nn.Parameter] | None = None, dtype: torch.dtype = FP32, **options: Any
+) -> tuple[list[nn.Parameter], FusedMuon]:
+    """Returns parameters and one optimizer: Muon for two matrices, others for a parameter each."""
+    shapes = [(16, 24), (24, 16), (5,), (7, 3), (4, 6), (3,)]
+    params = make_params(shapes, dtype) if params is None else list(params)
+    others: tuple[dict[str, Any], ...] = (
+        {"algorithm": "adamw"},
+        {"algorithm": "lion"},
+        {"algorithm": "adam"},
+        {"algorithm": "sgd", "momentum": 0.9},
+    )
+    rest = [{"params": [p], **keys} for p, keys in zip(params[2:], others, strict=True)]
+    return params, FusedMuon([{"params": params[:2]}, *rest], **{"lr": 0.02} | options)
 
 
 def is_possible(kind: str, way: str) -> bool:

@@ -40,7 +40,8 @@ class FusedMuon(FusedOptimizer):
             divided by the root of a moving average of their mean squares, which is kept as
             ``second_momentum_buffer``, and the matrix gets its norm back, as in dion. A group of
             ``algorithm="normuon"`` has 0.95.
-        orthogonalize_dtype: of the products; by default float32 on CPUs, bfloat16 elsewhere.
+        orthogonalize_dtype: of the products; by default float32 on CPUs, bfloat16 elsewhere. It
+            does not count for float64 parameters.
         orthogonalize: a function that takes the directions of matrices of one shape, [batch, rows,
             columns], and returns what replaces them, instead of the iterations. An error in it
             leaves some of the parameters stepped.

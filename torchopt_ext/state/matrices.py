@@ -73,7 +73,7 @@ def check_settings(group: Mapping[str, Any]) -> None:
     name = values["adjust_lr_fn"]
     if not callable(name) and not (name is None or (isinstance(name, str) and name in ADJUSTMENTS)):
         raise ValueError(
-            f"Adjust learning rate function {name!r} is not supported, expected None, a function "
+            f"Adjust learning rate function {name} is not supported, expected None, a function "
             f"of rows and columns, or one of {', '.join(map(repr, ADJUSTMENTS))}"
         )
     expect_bools(flatten=values["flatten"])

@@ -82,6 +82,42 @@ def test_a_container_is_muon_groups(cls: Any, more: dict[str, Any], optimizer_cl
     }
 
 
+@pytest.mark.parametrize(
+    ("more", "backwards", "moves"),
+    [({}, 1, "hook"), ({"max_grad_norm": 0.5}, 1, "end"), ({"max_grad_norm": 0.5}, None, "step")],
+)
+def test_when_matrices_move_in_backward(
+    more: dict[str, Any], backwards: int | None, moves: str
+) -> None:
+    """A large one when its own gradient is final; with a norm all when the last gradient is there.
+
+    With ``backwards_per_step=None`` that is in step().
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(264, 264, bias=False) for _ in range(3)]  # larger than what is batched
+    options = {**OPTIONS, **more}
+    container = OptimizersInBackwardContainer(
+        [nn.Sequential(*layers)], FusedMuon, options, backwards_per_step=backwards
+    )
+    algorithms = [group["algorithm"] for group in container.param_groups]
+    assert sorted(algorithms) == (["adamw", "muon", "muon"] if not more else ["adamw", "muon"])
+    before = [layer.weight.detach().clone() for layer in layers]
+
+    def moved() -> list[bool]:
+        weights = [layer.weight for layer in layers]
+        return [not torch.equal(*pair) for pair in zip(weights, before, strict=True)]
+
+    seen: list[list[bool]] = []
+    x = layers[0](torch.randn(4, 264))
+    x.register_hook(lambda gradient: seen.append(moved()))  # before the first layer's gradient
+    layers[2](layers[1](x.tanh()).tanh()).square().sum().backward()
+    assert seen == [[False, moves == "hook", moves == "hook"]]
+    assert moved() == [moves != "step"] * 3
+    container.step()
+    assert moved() == [True] * 3
+    assert sum(float(optimizer.control.orthogonalized) for optimizer in container) == 2
+
+
 def test_patterns_decide_otherwise() -> None:
     model = Model()
     container = OptimizersContainer([model], FusedMuon, OPTIONS, muon=["output"], adamw=["up"])

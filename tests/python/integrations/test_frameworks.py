@@ -20,9 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchopt_ext import (
     FSDPadaptOptimizer,
     FusedAdamW,
+    FusedMuon,
     GradScaler,
     ZeroRedundancyOptimizer,
     log_to,
+    muon_groups,
     param_groups,
 )
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
@@ -58,10 +60,14 @@ def new_model():
     return Model()
 
 
-def new_optimizer(model, max_grad_norm=None, skips=True):
-    return FusedAdamW(
-        param_groups(model), lr=0.1, skip_nonfinite=skips, max_grad_norm=max_grad_norm
-    )
+def new_optimizer(model, max_grad_norm=None, skips=True, muon=False):
+    options = {"lr": 0.1, "skip_nonfinite": skips, "max_grad_norm": max_grad_norm}
+    return muon_of(model, **options) if muon else FusedAdamW(param_groups(model), **options)
+
+
+def muon_of(model, **options):
+    """Returns Muon for a hidden matrix, with AdamW for the rest in the same object."""
+    return FusedMuon(muon_groups(model, quiet=True), adjust_lr_fn="match_rms_adamw", **options)
 
 
 def new_schedule(optimizer):
@@ -73,16 +79,21 @@ def trained(model, optimizer, norms, lrs, before=None):
     norms = [norm if math.isfinite(norm) else math.inf for norm in norms]
     return {
         "weights": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "moments": [s["exp_avg_sq"].clone() for s in optimizer.state.values()],
+        "moments": [
+            value.clone()
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if name != "step"
+        ],
         "skipped": optimizer.control.skipped_steps.item(),
         "norms": (before["norms"] if before else []) + norms,
         "lrs": (before["lrs"] if before else []) + lrs,
     }
 
 
-def by_hand(max_grad_norm, broken=None, scaler=None, dtype=None):
+def by_hand(max_grad_norm, broken=None, scaler=None, dtype=None, muon=False):
     model = new_model()
-    optimizer = new_optimizer(model, max_grad_norm, skips=scaler is None)
+    optimizer = new_optimizer(model, max_grad_norm, skips=scaler is None, muon=muon)
     schedule = new_schedule(optimizer)
     norms, lrs = [], []
     for x, labels in batches(broken):
@@ -104,9 +115,14 @@ def by_hand(max_grad_norm, broken=None, scaler=None, dtype=None):
     return trained(model, optimizer, norms, lrs)
 
 
-CASES = [pytest.param(0.3, None, id="clipped"), pytest.param(torch.inf, None, id="measured"),
-         pytest.param(0.3, SKIPPED, id="skipped")]  # fmt: skip
-each_case = pytest.mark.parametrize(("max_grad_norm", "broken"), CASES)
+CASES = [
+    pytest.param(0.3, None, False, id="clipped"),
+    pytest.param(torch.inf, None, False, id="measured"),
+    pytest.param(0.3, SKIPPED, False, id="skipped"),
+    pytest.param(0.3, SKIPPED, True, id="Muon, skipped"),
+]
+each_case = pytest.mark.parametrize(("max_grad_norm", "broken", "muon"), CASES)
+each_optimizer = pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
 
 
 # ---- Accelerate ---------------------------------------------------------------------------------
@@ -125,9 +141,11 @@ def stock():
     made.free_memory()
 
 
-def accelerated(accelerator, max_grad_norm, broken=None, save_at=None, before=None, folder=""):
+def accelerated(
+    accelerator, max_grad_norm, broken=None, muon=False, save_at=None, before=None, folder=""
+):
     model = new_model()
-    optimizer = new_optimizer(model, skips=accelerator.scaler is None)
+    optimizer = new_optimizer(model, skips=accelerator.scaler is None, muon=muon)
     schedule = new_schedule(optimizer)
     model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
     if before:
@@ -152,8 +170,9 @@ def accelerated(accelerator, max_grad_norm, broken=None, save_at=None, before=No
 
 
 @each_case
-def test_accelerate(accelerator, max_grad_norm, broken):
-    assert_same(accelerated(accelerator, max_grad_norm, broken), by_hand(max_grad_norm, broken))
+def test_accelerate(accelerator, max_grad_norm, broken, muon):
+    found = accelerated(accelerator, max_grad_norm, broken, muon)
+    assert_same(found, by_hand(max_grad_norm, broken, muon=muon))
 
 
 def test_accelerate_with_a_scaler(accelerator):
@@ -208,12 +227,13 @@ def test_accelerate_scales_for_optimizers_prepared_earlier(accelerator):
     assert torch.equal(models[0].weight, before - 0.5)
 
 
-def test_accelerate_resumes(accelerator, tmp_path):
-    whole = accelerated(accelerator, 0.3, save_at=3, folder=str(tmp_path))
+@each_optimizer
+def test_accelerate_resumes(accelerator, tmp_path, muon):
+    settings = {"muon": muon, "save_at": 3, "folder": str(tmp_path)}
+    whole = accelerated(accelerator, 0.3, **settings)
     accelerator.free_memory()
     half = {name: whole[name][:3] for name in ("norms", "lrs")}
-    resumed = accelerated(accelerator, 0.3, save_at=3, before=half, folder=str(tmp_path))
-    assert_same(resumed, whole)
+    assert_same(accelerated(accelerator, 0.3, before=half, **settings), whole)
 
 
 @pytest.mark.parametrize("own", [None, 7.0])
@@ -500,11 +520,11 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 def trained_by_hugging_face(
-    hugging_face, max_grad_norm, broken=None, resume=None, model=None, save="steps"
+    hugging_face, max_grad_norm, broken=None, muon=False, resume=None, model=None, save="steps"
 ):
     trainer_class, arguments = hugging_face
     model = model or new_model()
-    optimizer = new_optimizer(model)
+    optimizer = new_optimizer(model, muon=muon)
     settings = arguments(
         max_steps=STEPS, per_device_train_batch_size=3, logging_steps=1, save_steps=3,
         max_grad_norm=0 if max_grad_norm == torch.inf else max_grad_norm, save_strategy=save,
@@ -520,14 +540,51 @@ def trained_by_hugging_face(
 
 
 @each_case
-def test_hugging_face(hugging_face, max_grad_norm, broken):
-    found = trained_by_hugging_face(hugging_face, max_grad_norm, broken)
-    assert_same(found, by_hand(max_grad_norm, broken))
+def test_hugging_face(hugging_face, max_grad_norm, broken, muon):
+    found = trained_by_hugging_face(hugging_face, max_grad_norm, broken, muon)
+    assert_same(found, by_hand(max_grad_norm, broken, muon=muon))
 
 
-def test_hugging_face_resumes(hugging_face):
-    whole = trained_by_hugging_face(hugging_face, 0.3)
-    assert_same(trained_by_hugging_face(hugging_face, 0.3, resume=3), whole)
+@each_optimizer
+def test_hugging_face_resumes(hugging_face, muon):
+    whole = trained_by_hugging_face(hugging_face, 0.3, muon=muon)
+    assert_same(trained_by_hugging_face(hugging_face, 0.3, muon=muon, resume=3), whole)
+
+
+@pytest.mark.parametrize("way", ["factory", "optim_args"])
+def test_hugging_face_builds_muon_of_the_model(hugging_face, way):
+    """The Trainer calls what a factory returns. It reads ``optim_args`` for its own optimizers
+    only, so that a Trainer that wants them there passes them on.
+    """
+    trainer_class, arguments = hugging_face
+    settings = {"lr": 0.1, "momentum": 0.9, "ns_steps": 4}
+    more = {"optimizer_cls_and_kwargs": (lambda: muon_of, settings)}
+    text = None
+    if way == "optim_args":
+        more, text = {}, "momentum=0.9,ns_steps=4"
+
+        class OfArguments(trainer_class):
+            def create_optimizer(self, model=None):
+                pairs = (pair.split("=") for pair in self.args.optim_args.split(","))
+                values = {key: float(value) if "." in value else int(value) for key, value in pairs}
+                self.optimizer = muon_of(self.model, lr=self.args.learning_rate, **values)
+                return self.optimizer
+
+        trainer_class = OfArguments
+    model, same = new_model(), new_model()
+    chosen = arguments(
+        max_steps=STEPS, per_device_train_batch_size=3, max_grad_norm=0.3, learning_rate=0.1,
+        lr_scheduler_type="constant", save_strategy="no", optim_args=text,
+    )  # fmt: skip
+    trainer = trainer_class(model, chosen, train_dataset=Rows(None), **more)
+    trainer.train()
+    optimizer = muon_of(same, max_grad_norm=0.3, **settings)
+    for batch in batches():
+        same(*batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert trainer.optimizer.control.orthogonalized == 1
+    assert_same([*model.parameters()], [*same.parameters()])
 
 
 def test_hugging_face_trains_on_from_the_best_model(hugging_face):
@@ -579,15 +636,16 @@ def lightning(tmp_path):
         type("Wrong", (pl.LightningModule, FusedStep), {})
 
     class Module(FusedStep, pl.LightningModule):
-        def __init__(self, skips):
+        def __init__(self, skips, muon):
             super().__init__()
-            self.model, self.skips, self.norms, self.lrs = new_model(), skips, [], []
+            self.model, self.norms, self.lrs = new_model(), [], []
+            self.options = {"skips": skips, "muon": muon}
 
         def training_step(self, batch, _):
             return self.model(*batch)["loss"]
 
         def configure_optimizers(self):
-            optimizer = new_optimizer(self.model, skips=self.skips)
+            optimizer = new_optimizer(self.model, **self.options)
             schedule = {"scheduler": new_schedule(optimizer), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -598,8 +656,10 @@ def lightning(tmp_path):
         def on_train_batch_end(self, *_):
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
 
-    def train(max_grad_norm, broken=None, save=None, before=None, epoch=STEPS, **settings):
-        module = Module(skips="plugins" not in settings)
+    def train(
+        max_grad_norm, broken=None, muon=False, save=None, before=None, epoch=STEPS, **settings
+    ):
+        module = Module("plugins" not in settings, muon)
         trainer = pl.Trainer(
             accelerator="cpu", max_steps=save or STEPS, logger=False, enable_progress_bar=False,
             enable_checkpointing=False, enable_model_summary=False,
@@ -617,8 +677,9 @@ def lightning(tmp_path):
 
 
 @each_case
-def test_lightning(lightning, max_grad_norm, broken):
-    assert_same(lightning(max_grad_norm, broken), by_hand(max_grad_norm, broken))
+def test_lightning(lightning, max_grad_norm, broken, muon):
+    found = lightning(max_grad_norm, broken, muon)
+    assert_same(found, by_hand(max_grad_norm, broken, muon=muon))
 
 
 def test_lightning_bf16(lightning):

@@ -1,4 +1,4 @@
-"""torch's descriptions of its tests of Adam, with our classes, and a comparison with torch."""
+"""torch's descriptions of its tests of optimizers, with our classes; a comparison with torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import (
     OptimizerInfo,
     OptimizerInput,
@@ -16,16 +16,17 @@ from torch.testing._internal.common_optimizers import (
 )
 from torch.testing._internal.common_utils import TestCase
 
-from ...support.problems import make_params
+from ...support.problems import SHAPES, make_params
 from ...support.ways import OURS, TORCH
 
-NAMES = ("Adam", "AdamW")
+NAMES = ("Adam", "AdamW", "Muon")
+MATRICES = ((3, 4), (7, 2), (1, 5), (6, 6))
 
 CASE = TestCase()  # torch's comparison of nested containers, and its tolerances per dtype
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """Returns torch's description of Adam or AdamW with our class, and the fused kernel only."""
+    """Returns torch's description of a class with ours in its place, the fused kernel only."""
     info = next(i for i in optim_db if i.optim_cls is TORCH[name])
     return OptimizerInfo(
         OURS[name],
@@ -40,10 +41,15 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def optimizer_inputs(name: str) -> list[OptimizerInput]:
-    """Returns every configuration in which torch tests Adam on a CPU."""
+    """Returns every configuration in which torch tests a class on a CPU."""
     return _get_optim_inputs_including_global_cliquey_kwargs(
         "cpu", torch.float32, optimizer_info(name)
     )
+
+
+def params_for(name: str) -> list[nn.Parameter]:
+    """Returns four new parameters for a class: matrices for Muon."""
+    return make_params(MATRICES if name == "Muon" else SHAPES)
 
 
 def inputs() -> Any:
@@ -57,15 +63,18 @@ def inputs() -> Any:
 
 
 class Regression:
-    """A least-squares problem on five inputs. Autograd computes its gradients."""
+    """A least-squares problem on five inputs. Autograd computes its gradients.
 
-    def __init__(self) -> None:
-        self.params = make_params([(10, 5), (10,)])
+    For Muon the bias is a matrix, too.
+    """
+
+    def __init__(self, name: str = "AdamW") -> None:
+        self.params = make_params([(10, 5), (10, 1) if name == "Muon" else (10,)])
         self.weight, self.bias = self.params
         self.input = torch.linspace(-1, 1, 5)
 
     def loss(self) -> Tensor:
-        return (self.weight.mv(self.input) + self.bias).square().sum()
+        return (self.weight.mv(self.input) + self.bias.flatten()).square().sum()
 
     def backward(self, optimizer: torch.optim.Optimizer) -> Tensor:
         optimizer.zero_grad()

@@ -160,7 +160,7 @@ def test_a_group_keeps_its_algorithm_and_its_options(cls: Any, name: str) -> Non
     """In copies and after state dicts, also torch's, which do not name the algorithm."""
     options = {"algorithm": name.lower(), "decoupled_weight_decay": True, "lr": 0.02}
     options |= {"momentum": 0.9} if name in ("SGD", "Muon") else {"betas": (0.8, 0.9)}
-    optimizer = cls([{"params": make_params([(3, 4), (2, 3, 5)]), **options}])
+    optimizer = cls([{"params": make_params([(3, 4), (6, 5)]), **options}])
     assert optimizer.param_groups[0].items() >= options.items()
     train(optimizer, [0])
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -173,7 +173,7 @@ def test_a_group_keeps_its_algorithm_and_its_options(cls: Any, name: str) -> Non
         assert optimizer.param_groups[0].items() >= options.items()
     if name in TORCH:
         of_torch = TORCH[name](
-            make_params([(3, 4), (2, 3, 5)]), **{"momentum": 0.9} if name == "SGD" else {}
+            make_params([(3, 4), (6, 5)]), **{"momentum": 0.9} if name == "SGD" else {}
         )
         train(of_torch, [0])
         optimizer.load_state_dict(of_torch.state_dict())

@@ -272,15 +272,21 @@ def test_a_group_has_the_defaults_of_its_algorithm_beside_the_optimizers() -> No
         (F32, {"norm": False}, 28),
         (BF16, {"master_weights": "remainder8", "state_dtype": BF16}, 2 + 20),
         (F32, {"orthogonalize_dtype": BF16}, 4 + 24),
+        (BF16, {"master_weights": "remainder", "orthogonalize_dtype": BF16}, 2 + 22),
+        (
+            BF16,  # 4 bytes of a scale for 64 elements are read and written
+            {"master_weights": "remainder8", "state_dtype": "int8", "orthogonalize_dtype": BF16},
+            2 + 14 + 2 * 4 / 64,
+        ),
         (torch.float64, {"orthogonalize_dtype": BF16}, 8 + 56),
     ],
 )
 def test_muon_moves_the_direction_twice(
-    dtype: torch.dtype, options: dict[str, Any], moved: int
+    dtype: torch.dtype, options: dict[str, Any], moved: float
 ) -> None:
-    matrix = torch.empty(40, 30, dtype=dtype, device="meta", requires_grad=True)
+    matrix = torch.empty(40, 128, dtype=dtype, device="meta", requires_grad=True)
     (rank,) = FusedMuon.estimate([matrix], **options)
-    assert rank.moved == moved * 1200
+    assert rank.moved == moved * matrix.numel()
 
 
 def multiplied(blocks: list[tuple[int, int]], steps: int = 5) -> int:

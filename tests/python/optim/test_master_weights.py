@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, FusedMuon
 
 from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.oracle import floats, is_upper_tie, join, split, split8, words
 from ...support.problems import copy_params, make_params, set_gradients, train
-from ...support.ways import BF16, FP16, FP32, FP64, MASTER_ENTRY
+from ...support.ways import BF16, FP16, FP32, FP64, MASTER_ENTRY, hybrid
 
 SHAPES = ((3, 4), (7,), (), (2, 1030))
 REMAINDERS = {"remainder": split, "remainder8": split8}
@@ -142,9 +142,15 @@ def test_specials_stay_what_they_are(dtype: torch.dtype, kind: str) -> None:
 # ---- refresh_masters, replaced entries ---------------------------------------------------------
 
 
-def stepped(kind: str | None, dtype: torch.dtype = BF16, **kwargs: Any) -> tuple[Any, Any]:
-    params = make_params(SHAPES, dtype)
-    optimizer = FusedAdamW(params, lr=0.02, master_weights=kind, **kwargs)
+def stepped(
+    kind: str | None, dtype: torch.dtype = BF16, cls: Any = FusedAdamW, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Returns parameters and an optimizer after two steps, of FusedMuon one with other groups."""
+    if cls is FusedMuon:
+        params, optimizer = hybrid(dtype=dtype, master_weights=kind, **kwargs)
+    else:
+        params = make_params(SHAPES, dtype)
+        optimizer = cls(params, lr=0.02, master_weights=kind, **kwargs)
     train(optimizer, range(2))
     return params, optimizer
 
@@ -152,7 +158,8 @@ def stepped(kind: str | None, dtype: torch.dtype = BF16, **kwargs: Any) -> tuple
 def assert_next_step_is_of(params: Any, optimizer: Any, weight: Callable[[Any], Tensor]) -> None:
     """Asserts that the next step is a float32 step from these weights."""
     wide = [nn.Parameter(weight(p).clone()) for p in params]
-    twin = FusedAdamW(wide, lr=0.02)
+    cls = type(optimizer)
+    twin = hybrid(wide)[1] if cls is FusedMuon else cls(wide, lr=0.02)
     saved = optimizer.state_dict()
     for entry in saved["state"].values():
         for name in MASTER_ENTRY.values():
@@ -167,9 +174,10 @@ def assert_next_step_is_of(params: Any, optimizer: Any, weight: Callable[[Any], 
 
 
 @each_kind
-def test_refresh_masters(kind: str) -> None:
+@pytest.mark.parametrize("cls", [FusedAdamW, FusedMuon])
+def test_refresh_masters(kind: str, cls: Any) -> None:
     """Weights changed from outside count in masters at once, and remainders become 0."""
-    params, optimizer = stepped(kind)
+    params, optimizer = stepped(kind, cls=cls)
     before = [bits(optimizer.state[p][MASTER_ENTRY[kind]]) for p in params]
     with torch.no_grad():
         for p in params:

@@ -1,7 +1,7 @@
 """What users of other packages missed in their Muon, as small programs in one process.
 
 Complaints that a test of a function already answers are named there: test_muon.py,
-test_muon_groups.py.
+test_muon_hybrid.py, test_muon_groups.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdamW, FusedMuon, FusedOptimizer, GradScaler, muon_groups
+from torchopt_ext import (
+    FusedAdamW,
+    FusedMuon,
+    FusedOptimizer,
+    GradScaler,
+    muon_groups,
+    orthogonalize,
+)
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.integrations.lightning import FusedStep
 from torchopt_ext.statedict.several import rerouted
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ...support.compare import assert_same_bits, snapshot, unchanged
-from ...support.problems import make_params, through_file, train
+from ...support.problems import copy_params, make_params, through_file, train
 
 WIDTH, VOCAB, LR = 12, 20, 0.02
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "ns_coefficients": "polar_express"}
@@ -207,6 +214,30 @@ def test_bf16_weights_do_not_mean_bf16_products_on_cpus() -> None:
     torch.testing.assert_close(*updates, rtol=0, atol=1e-4)  # products of bf16 differ by 1e-2
 
 
+# ---- many matrices -------------------------------------------------------------------------------
+
+
+def test_equal_matrices_are_orthogonalized_in_one_call() -> None:
+    """ultralytics/ultralytics#23271 and #23297, MoonshotAI/Moonlight#33: up to twice as slow as
+    SGD, by calls for each of many small matrices.
+    """
+    batches: list[tuple[int, ...]] = []
+
+    def counted(matrices: Tensor) -> Tensor:
+        batches.append(tuple(matrices.shape))
+        return orthogonalize(matrices)
+
+    params = make_params([(8, 12), (7, 5)] * 40)
+    others = copy_params(params)
+    optimizer = FusedMuon(params, **OPTIONS | {"ns_coefficients": "jordan"}, orthogonalize=counted)
+    plain = FusedMuon(others, **OPTIONS | {"ns_coefficients": "jordan"})
+    for each in (optimizer, plain):
+        train(each, [0])
+    assert sorted(batches) == [(40, 7, 5), (40, 8, 12)]
+    assert float(optimizer.control.orthogonalized) == 80
+    assert_same_bits(params, others)
+
+
 # ---- which parameters, which learning rate -------------------------------------------------------
 
 
@@ -264,6 +295,36 @@ def test_adamws_learning_rate_moves_weights_as_far_as_adamw(shape: tuple[int, in
         train(optimizer, [30])
         lengths.append(float((param.detach() - before).norm()))
     assert 0.6 < lengths[0] / lengths[1] < 1.4
+
+
+# ---- two optimizers become one -------------------------------------------------------------------
+
+
+def test_two_lines_replace_torchs_two_optimizers() -> None:
+    """The loop of docs/migration.md. Weights differ by the bf16 of torch's products."""
+    models = [new_model() for _ in range(3)]
+    before = dict(models.pop().named_parameters())
+    matrices = hidden(models[0])
+    rest = [p for p in models[0].parameters() if all(p is not matrix for matrix in matrices)]
+    options: dict[str, Any] = {"lr": LR, "weight_decay": 0.1}
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+    adamw = torch.optim.AdamW(rest, **options)
+    groups = muon_groups(models[1], no_decay=(), quiet=True)
+    one = FusedMuon(groups, adjust_lr_fn="match_rms_adamw", max_grad_norm=0.2, **options)
+    for seed in range(3):
+        for model, optimizers in zip(models, ([muon, adamw], [one]), strict=True):
+            loss_of(model, batch(seed)).backward()
+            if one not in optimizers:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert norm > 0.2
+        assert float(one.control.grad_norm) == pytest.approx(float(norm), rel=1e-2)
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        tolerance = 0.05 if any(p is matrix for matrix in matrices) else 2e-3
+        difference, update = (float((p - other).detach().norm()) for other in (q, before[name]))
+        assert difference < tolerance * update, name
 
 
 # ---- one optimizer in frameworks that expect one -------------------------------------------------

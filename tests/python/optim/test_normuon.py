@@ -227,17 +227,23 @@ def test_what_is_rejected() -> None:
         torch.ops.torchopt_ext.muon_(*lists, ops.new_control("cpu"), **more)
 
 
-def test_held_bytes() -> None:
-    """8 bits of momentum and remainder: 4.2 bytes a parameter with the weight, rows included."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"master_weights": "remainder"}, 2 + 2 + 4),
+        ({"master_weights": "remainder8", "state_dtype": "int8"}, 2 + 1 + 1 + 4 / 64),
+        ({"master_weights": "remainder8", "state_dtype": "int8", "beta2": 0.9}, 4.0625 + 4 / 1024),
+    ],
+)
+def test_held_bytes(options: dict[str, Any], expected: float) -> None:
+    """With the weight: at most 4.1 bytes a parameter with 8 bits of momentum and remainder."""
     param = torch.nn.Parameter(torch.randn(256, 1024).bfloat16())
-    optimizer = FusedMuon(
-        [param], beta2=0.9, master_weights="remainder8", state_dtype="int8", fp32_moments=()
-    )
+    optimizer = FusedMuon([param], fp32_moments=(), **options)
     param.grad = torch.randn_like(param)
     optimizer.step()
     state = optimizer.state[param]
     held = sum(t.numel() * t.element_size() for t in (param, *state.values()))
-    assert held <= 4.2 * param.numel()
+    assert held == expected * param.numel() + 4  # the step count
 
 
 def test_muon_groups_carry_it() -> None:

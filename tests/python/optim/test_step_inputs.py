@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from torchopt_ext import FusedAdamW, log_to
+from torchopt_ext import FusedAdamW, FusedMuon, FusedOptimizer, log_to
 
 from ...support.compare import assert_same_bits, bits, snapshot, unchanged
 from ...support.problems import copy_params, make_params, params_of, set_gradients, train
@@ -21,10 +21,15 @@ from ...support.ways import BF16, OURS, TORCH, each_class
 from .subject import Regression, assert_close_to_torch
 
 
-def test_closure() -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "Muon and AdamW"])
+def test_closure(kind: str) -> None:
     """The closure runs once, with gradients enabled, and the step returns its value."""
     problem = Regression()
-    optimizer = FusedAdamW(problem.params)
+    groups = [{"params": [param]} for param in problem.params]
+    if kind == "AdamW":
+        optimizer: FusedOptimizer = FusedAdamW(groups)
+    else:
+        optimizer = FusedMuon([groups[0], {**groups[1], "algorithm": "adamw"}])
     enabled = []
 
     def closure() -> Tensor:
@@ -36,7 +41,7 @@ def test_closure() -> None:
         second = optimizer.step(closure=closure)
     assert enabled == [True, True]
     assert second < first
-    assert optimizer.state[problem.weight]["step"] == 2
+    assert [optimizer.state[p]["step"] for p in problem.params] == [2, 2]
 
 
 def test_gradients_with_other_strides_are_copied_and_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from torchopt_ext import (
     FSDPadaptOptimizer,
     FusedAdamW,
+    FusedMuon,
+    FusedOptimizer,
     ZeroRedundancyOptimizer,
     log_to,
     param_groups,
@@ -25,23 +28,37 @@ def weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor([6.0, 8.0]))
 
 
-def run(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> None:
+def run(optimizer: torch.optim.Optimizer, *params: torch.nn.Parameter) -> None:
     for gradient in GRADIENTS:
-        param.grad = torch.tensor(gradient)
+        parts = torch.tensor(gradient).chunk(len(params))
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.view_as(param)
         optimizer.step()
 
 
-def test_values() -> None:
-    param = weight()
-    optimizer = FusedAdamW([param], lr=0.1, weight_decay=0, max_grad_norm=1.0, skip_nonfinite=True,
-                           track=("norms",))  # fmt: skip
+@pytest.mark.parametrize("kind", ["AdamW", "Muon and AdamW"])
+def test_values(kind: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0, "max_grad_norm": 1.0,
+                               "skip_nonfinite": True, "track": ("norms",)}  # fmt: skip
+    params = [weight()]
+    groups: list[dict[str, Any]] = [{"params": params}]
+    if kind == "AdamW":
+        optimizer: FusedOptimizer = FusedAdamW(groups, **options)
+    else:
+        params = [torch.nn.Parameter(torch.tensor(value)) for value in ([[6.0]], [8.0])]
+        groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = FusedMuon(groups, **options)
     written: list[dict[str, float]] = []
     log = log_to(written.append, optimizer, every=2, first_step=100)
+
+    def weights() -> torch.Tensor:
+        return torch.cat([param.detach().flatten() for param in params])
+
     before: list[torch.Tensor] = []
-    optimizer.register_step_pre_hook(lambda *_: before.append(param.detach().clone()))
+    optimizer.register_step_pre_hook(lambda *_: before.append(weights()))
     after: list[torch.Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: after.append(param.detach().clone()))
-    run(optimizer, param)
+    optimizer.register_step_post_hook(lambda *_: after.append(weights()))
+    run(optimizer, *params)
     assert [values["optimizer/step"] for values in written] == [102, 104]
     # The factor of clip_grad_norm_: 1 / (norm + 1e-6), at most 1.
     expected = [(0.5, 1.0, 0.5, 0), (50.0, 1 / 50, 0.5, 1)]
@@ -51,14 +68,15 @@ def test_values() -> None:
         assert values["optimizer/clipped_share"] == share
         assert values["optimizer/skipped_steps"] == skipped
         assert values["optimizer/loss_scale"] == 1
-        assert values["optimizer/lr"] == 0.1
+        rates = [value for name, value in values.items() if name.startswith("optimizer/lr")]
+        assert rates == [0.1] * len(optimizer.param_groups)
         ratio = float((after[i] - before[i]).norm() / after[i].norm())
         assert values["optimizer/update_to_weight"] == pytest.approx(ratio, rel=1e-4)
     log.remove()
-    run(optimizer, param)
+    run(optimizer, *params)
     assert len(written) == 2
     log_to(written.append, optimizer, every=3)
-    run(optimizer, param)  # the third step is skipped, so no update is logged
+    run(optimizer, *params)  # the third step is skipped, so no update is logged
     assert written[2]["optimizer/skipped_steps"] == 3
     assert "optimizer/update_to_weight" not in written[2]
 

@@ -85,6 +85,38 @@ def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_ran
         assert torch.equal(weight, expected)
 
 
+@pytest.mark.parametrize(
+    ("zero", "in_backward"),
+    [("none", False), ("none", True), ("greedy", False), ("balanced", False)],
+)
+def test_patterns_send_matrices_to_muon_and_to_adamw(
+    zero: str, in_backward: bool, one_rank: None
+) -> None:
+    """They train as the groups of muon_groups with these patterns do."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+    model = nn.Sequential(nn.Embedding(7, 4), *layers)
+    copy = deepcopy(model)
+    choice: dict[str, Any] = {"muon": ["^3.weight"], "adamw": ["^1"]}
+    groups = muon_groups(
+        copy, adamw_options={"betas": (0.9, 0.95)}, no_decay=(), quiet=True, **choice
+    )
+    assert [name for name, _ in groups[0]["params"]] == ["2.weight", "3.weight"]
+    options: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 0.5, "skip_nonfinite": True}
+    plain = FUSED["Muon"](groups, adjust_lr_fn="match_rms_adamw", **options)
+    settings = {"early_step_in_backward": in_backward, "zero": zero, "lr": 0.01, "max_norm": 0.5}
+    container = build_optimizers([model], job(name="Muon", **settings, **choice))
+    for part, optimizer in ((model, container), (copy, plain)):
+        for step in range(3):
+            optimizer.zero_grad()
+            part(torch.arange(7) * step % 7).square().sum().backward()
+            optimizer.step()
+    for weight, expected in zip(model.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    saved = container.state_dict()
+    assert "state.3.weight.momentum_buffer" in saved and "state.1.weight.exp_avg" in saved
+
+
 @pytest.mark.parametrize("partition", ["none", "greedy"])
 @pytest.mark.parametrize(
     ("chosen", "coded"),
@@ -162,6 +194,8 @@ def test_zero_needs_replicas_alone(
         {"state_dtype": "int8", "fp32_moments": ["tok"]},
         {"no_decay": ["norm", "tok"]},
         {"lr_multipliers": {"tok": 2.0}},
+        {"name": "Muon", "muon": ["tok"]},
+        {"name": "Muon", "adamw": ["tok"]},
     ],
 )
 def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: None) -> None:
@@ -174,9 +208,10 @@ def test_a_pattern_may_be_of_another_stage(setting: dict[str, Any], one_rank: No
     message = r"no parameter has a name with .*'tok'.* \['0\.weight', '0\.bias'\]"
     with pytest.raises(ConfigError, match=message):
         build_for_stage(build, config, dist.group.WORLD)
-    for name, value in setting.items():
-        there = {"^0": 2.0} if name == "lr_multipliers" else ["embedding", "^0"]
-        setattr(config.optimizer, name, value if name == "state_dtype" else there)
+    there: dict[str, Any] = {"fp32_moments": ["embedding", "^0"], "no_decay": ["embedding", "^0"],
+                             "lr_multipliers": {"^0": 2.0}}  # fmt: skip
+    for name in setting.keys() - {"state_dtype", "name"}:
+        setattr(config.optimizer, name, there.get(name, ["^0"]))
     build_for_stage(build, config, dist.group.WORLD)
 
 
