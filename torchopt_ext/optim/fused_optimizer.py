@@ -415,7 +415,7 @@ class FusedOptimizer(HookedStep, PlannedStep):
         return portable
 
     def _portable_state(self) -> dict[str, Any]:
-        of_container = ("first_parameter_number", "parameter_names")
+        of_container = ("first_parameter_number", "first_matrix_number", "parameter_names")
         kept = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | kept
         return portable | {

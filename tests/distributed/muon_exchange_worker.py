@@ -1,0 +1,211 @@
+"""Cases of test_workers.py: how ranks that share Muon's matrices divide and exchange them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.distributed.muon_worker import ROWS, Run, counted_bytes, layouts, placed
+from tests.support.compare import assert_same_bits
+from tests.support.ranks import gathered, run_cases
+from torchopt_ext import _C, FusedMuon
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.optim import exchange
+
+
+def in_backward_divides_matrices() -> None:
+    """One optimizer for each parameter, also for those between the matrices."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    container: Any = OptimizersInBackwardContainer([model], FusedMuon, {"lr": 0.1})
+    with products() as calls:
+        model(torch.ones(3, 16)).square().mean().backward()
+    assert_divided(calls, sum(float(o.control.orthogonalized) for o in container.optimizers))
+
+
+def model_parts_divide_matrices() -> None:
+    """The parts of an interleaved pipeline have an optimizer each."""
+    parts: list[nn.Module] = [nn.Sequential(nn.Linear(16, 16)) for _ in range(8)]
+    for part in parts:
+        fully_shard(part)
+    container: Any = OptimizersContainer(parts, FusedMuon, {"lr": 0.1}, muon=["weight"])
+    torch.stack([part(torch.ones(3, 16)).square().mean() for part in parts]).sum().backward()
+    with products() as calls:
+        container.step()
+    assert_divided(calls, 8)
+
+
+class Late:
+    """A transfer that touches its buffers only when it is waited for, and keeps neither alive."""
+
+    def __init__(self, network: Network, output: Tensor, source: Tensor, *rest: Any, **more: Any):
+        self.network = network
+        self.buffers = [StorageWeakRef(t.untyped_storage()) for t in (output, source)]
+        self.arriving = torch.empty_like(output)
+        assert output.storage_offset() == 0
+        self.work = network.send(self.arriving, source.clone(), *rest, **more)
+
+    def wait(self, *_: Any) -> None:
+        if self.network.collects:
+            gc.collect()
+        alive = [not buffer.expired() for buffer in self.buffers]
+        assert all(alive), f"the buffers (received, sent) are alive: {alive}"
+        self.work.wait()
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.buffers[0].cdata)
+        torch.empty(0, dtype=torch.uint8).set_(storage, 0, self.arriving.shape).copy_(self.arriving)
+        self.network.under_way.remove(self)
+
+
+class Network:
+    """Late transfers, and how many are under way when matrices are orthogonalized.
+
+    Attributes:
+        most: the most transfers under way at a time.
+        hiding: how many are under way at each call of _C.orthogonalize_.
+    """
+
+    def __init__(self, *, collects: bool = False) -> None:
+        self.collects = collects  # cycles of Python objects before each wait
+        self.send, self.products = dist.all_to_all_single, _C.orthogonalize_
+        self.under_way: list[Late] = []
+        self.most, self.hiding = 0, []
+
+    def transfer(self, *args: Any, **more: Any) -> Late:
+        assert more["async_op"]
+        self.under_way.append(Late(self, *args, **more))
+        self.most = max(self.most, len(self.under_way))
+        return self.under_way[-1]
+
+    def orthogonalize(self, *args: Any) -> Any:
+        self.hiding.append(len(self.under_way))
+        return self.products(*args)
+
+    @contextmanager
+    def used(self) -> Iterator[Network]:
+        with (
+            mock.patch.object(dist, "all_to_all_single", self.transfer),
+            mock.patch.object(exchange._C, "orthogonalize_", self.orthogonalize),
+        ):
+            yield self
+
+
+def equal_matrices(**options: Any) -> FusedMuon:
+    """Each rank owns as many in each of at least four exchanges."""
+    place = placed((dist.get_world_size(),), [ROWS])
+    params = [nn.Parameter(place(torch.randn(24, 48))) for _ in range(8 * dist.get_world_size())]
+    optimizer = FusedMuon(params, **options)
+    for p in params:
+        p.grad = place(torch.randn(p.shape))
+    optimizer.step()
+    return optimizer
+
+
+def products_hide_transfers() -> None:
+    optimizer = equal_matrices()
+    with Network().used() as network:
+        optimizer.step()
+    *early, last = network.hiding
+    assert len(early) >= 3
+    assert all(early), "the next exchange begins before the products of one"
+    assert last, "the one before last returns meanwhile"
+    assert network.most <= 3
+    assert not network.under_way
+
+
+def buffers_live_until_waited() -> None:
+    place = placed(*layouts()["rows"])
+    alone, shared = Run().train(0), Run(place).train(0)
+    with Network(collects=True).used():
+        shared.train(1)
+    assert_same_bits(shared.weights(), alone.train(1).weights())
+
+
+def connections_are_warm() -> None:
+    """A step first connects all ranks of a group, also those without a part, and does so once."""
+    world = dist.get_world_size()
+    place = placed(*layouts()["rows"])
+    never: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+    calls: list[tuple[Any, int, bool]] = []
+    send = dist.all_to_all_single
+
+    def recorded(output: Tensor, source: Tensor, *rest: Any, **more: Any) -> Any:
+        momentum = optimizer.state[params[0]]["momentum_buffer"].to_local()
+        calls.append((more["group"], source.numel(), bool(momentum.any())))
+        return send(output, source, *rest, **more)
+
+    with (
+        mock.patch.object(exchange, "_connected", never),
+        mock.patch.object(dist, "all_to_all_single", recorded),
+    ):
+        for times in (1, 0):
+            params = [nn.Parameter(place(torch.ones(1, 8)))]
+            optimizer = FusedMuon(params)
+            calls.clear()
+            for _ in range(2):
+                params[0].grad = torch.ones_like(params[0])
+                optimizer.step()
+            assert calls[:times] == [(dist.group.WORLD, world, False)] * times
+            assert len(calls) == times + 2 * 2  # there and back
+    assert world == 1 or gathered(params[0].to_local().numel())[1] == 0
+
+
+def every_rank_sends_the_bytes_of_the_formula(dtype: torch.dtype) -> None:
+    """2 b P / W (W - 1) / W bytes for directions of b bytes, if ranks own equally much."""
+    optimizer, world = equal_matrices(orthogonalize_dtype=dtype), dist.get_world_size()
+    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    with counted_bytes() as sent:
+        optimizer.step()
+    assert sum(sent) == 2 * dtype.itemsize * elements * (world - 1) // world**2
+
+
+def bf16_has_one_process_bits(layout: str) -> None:
+    bf16 = {"orthogonalize_dtype": torch.bfloat16}
+    alone = Run(**bf16).train(0, 1, 2)
+    shared = Run(placed(*layouts()[layout]), **bf16).train(0, 1, 2)
+    assert_same_bits(shared.weights(), alone.weights())
+    assert_same_bits(shared.moments(), alone.moments())
+    fp32 = Run().train(0, 1, 2).weights()
+    assert not all(torch.equal(a, b) for a, b in zip(fp32, alone.weights(), strict=True))
+
+
+def products() -> Any:
+    return mock.patch.object(exchange._C, "orthogonalize_", wraps=_C.orthogonalize_)
+
+
+def assert_divided(calls: mock.Mock, counted: float) -> None:
+    owned = gathered(sum(len(call.args[1]) for call in calls.call_args_list))
+    assert sum(owned) == counted, (owned, counted)
+    assert max(owned) - min(owned) <= 1, owned
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    over = {"rows", "rectangles"} & layouts().keys()
+    return {
+        "in backward": in_backward_divides_matrices,
+        "model parts": model_parts_divide_matrices,
+        "warm": connections_are_warm,
+        "overlap": products_hide_transfers,
+        "buffers": buffers_live_until_waited,
+        **{
+            f"bytes, {dtype}": partial(every_rank_sends_the_bytes_of_the_formula, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        },
+        **{f"bf16, {layout}": partial(bf16_has_one_process_bits, layout) for layout in over},
+    }
+
+
+if __name__ == "__main__":
+    run_cases(cases)
