@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,16 +12,19 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.muon_worker import ROWS, Run, counted_bytes, layouts, placed
 from tests.support.compare import assert_same_bits
 from tests.support.ranks import gathered, run_cases
-from torchopt_ext import _C, FusedMuon
+from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import exchange
 
@@ -181,6 +186,81 @@ def bf16_has_one_process_bits(layout: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(fp32, alone.weights(), strict=True))
 
 
+BALANCED: Any = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
+
+
+def over(groups: Any, **options: Any) -> FusedMuon:
+    return FusedMuon(groups, orthogonalize_over=dist.group.WORLD, **options)
+
+
+def equal_ranks_refuse_gradients_of_some(build: Any) -> None:
+    run = Run(build=build).train(0)
+    before = [weight.clone() for weight in run.weights()]
+    for number in (0, 8):
+        run.set_gradients(1, without=(number,) if dist.get_rank() else ())
+        message = rf"parameter '{number}' has a gradient on ranks \[0\] only"
+        with pytest.raises(RuntimeError, match=message):
+            run.optimizer.step()
+        assert_same_bits(run.weights(), before)
+    twin = Run().train(0, 1)
+    assert_same_bits(run.train(1).weights(), twin.weights())
+
+
+def a_failing_transfer_names_what_was_stepped(build: Any) -> None:
+    send, matrices = dist.all_to_all_single, range(9)
+    for number in (1, 4, 6):  # on all ranks alike: no rank waits
+        run = Run(build=build).train(0)
+        before = [weight.clone() for weight in run.weights()]
+        run.set_gradients(1)
+        calls: list[int] = []
+
+        def failing(*args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number:
+                raise RuntimeError("no route")
+            return send(*args, **more)
+
+        with (
+            mock.patch.object(dist, "all_to_all_single", failing),
+            pytest.raises(RuntimeError, match=r"no route.* Load a checkpoint") as raised,
+        ):
+            run.optimizer.step()
+        named = re.search(r"were stepped: \[(.*?)\]", str(raised.value))
+        assert named
+        stepped = {int(n) for n in re.findall(r"\d+", named[1])}
+        same = gathered([torch.equal(*pair) for pair in zip(run.weights(), before, strict=True)])
+        changed = {n for n in matrices if not all(of_rank[n] for of_rank in same)}
+        assert changed == set().union(*gathered(stepped))
+        assert bool(changed) == (number == 6)  # the first exchange is over
+
+
+def ranks_with_fewer_inputs_join(partition: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20, bias=False), nn.Linear(20, 12, bias=False))
+    twin, ddp = copy.deepcopy(model), DistributedDataParallel(model)
+    zero: Any = ZeroRedundancyOptimizer(model.parameters(), FusedMuon, partition=partition, lr=0.1)
+    optimizer = FusedMuon(twin.parameters(), lr=0.1)
+    ranks = range(dist.get_world_size())
+
+    def loss(module: nn.Module, step: int, rank: int) -> Tensor:
+        batch: Tensor = module(torch.full((2, 12), 0.1 * (step + 1) * (rank + 1)))
+        return batch.square().mean()
+
+    with Join([ddp, zero]):
+        for step in range(2 + dist.get_rank()):
+            zero.zero_grad()
+            loss(ddp, step, dist.get_rank()).backward()
+            zero.step()
+    for step in range(1 + len(ranks)):
+        optimizer.zero_grad()
+        for rank in ranks:
+            if step < 2 + rank:
+                (loss(twin, step, rank) / len(ranks)).backward()
+        optimizer.step()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
 def products() -> Any:
     return mock.patch.object(exchange._C, "orthogonalize_", wraps=_C.orthogonalize_)
 
@@ -192,18 +272,28 @@ def assert_divided(calls: mock.Mock, counted: float) -> None:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    over = {"rows", "rectangles"} & layouts().keys()
+    chosen = {"rows", "rectangles"} & layouts().keys()
+    equal = {"balanced": BALANCED, "over": over}
     return {
         "in backward": in_backward_divides_matrices,
         "model parts": model_parts_divide_matrices,
         "warm": connections_are_warm,
         "overlap": products_hide_transfers,
+        **{
+            f"refuses, {n}": partial(equal_ranks_refuse_gradients_of_some, b)
+            for n, b in equal.items()
+        },
+        **{
+            f"fails, {n}": partial(a_failing_transfer_names_what_was_stepped, b)
+            for n, b in equal.items()
+        },
+        **{f"join, {p}": partial(ranks_with_fewer_inputs_join, p) for p in ("greedy", "balanced")},
         "buffers": buffers_live_until_waited,
         **{
             f"bytes, {dtype}": partial(every_rank_sends_the_bytes_of_the_formula, dtype)
             for dtype in (torch.float32, torch.bfloat16)
         },
-        **{f"bf16, {layout}": partial(bf16_has_one_process_bits, layout) for layout in over},
+        **{f"bf16, {layout}": partial(bf16_has_one_process_bits, layout) for layout in chosen},
     }
 
 
