@@ -41,9 +41,13 @@ def new_model():
     return Model()
 
 
-def result(model, norms):
+def result(model, norms, control):
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return {"weights": [weight.tolist() for weight in whole], "norms": norms}
+    return {
+        "weights": [weight.tolist() for weight in whole],
+        "norms": norms,
+        "orthogonalized": float(control.orthogonalized),
+    }
 
 
 def adamw(model, **options):
@@ -71,14 +75,15 @@ def by_hand(build):
         ddp(**batch)["loss"].backward()
         optimizer.step()
         norms.append(optimizer.control.grad_norm.item())
-    return result(model, norms)
+    return result(model, norms, optimizer.control)
 
 
 def accelerated(build):
     from torchopt_ext.integrations.accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), new_model()
-    ddp, prepared = accelerator.prepare(model, build(model))
+    optimizer = build(model)
+    ddp, prepared = accelerator.prepare(model, optimizer)
     assert isinstance(ddp, DistributedDataParallel)
     norms = []
     for batch in batches():
@@ -88,7 +93,7 @@ def accelerated(build):
         prepared.step()
         norms.append(norm.item())
     accelerator.free_memory()
-    return result(model, norms)
+    return result(model, norms, optimizer.control)
 
 
 def hugging_face(build):
@@ -109,7 +114,8 @@ def hugging_face(build):
     trainer = Trainer(model, arguments, train_dataset=[0], optimizers=(build(model), None))
     trainer.train()
     logs = trainer.state.log_history
-    return result(model, [log["grad_norm"] for log in logs if "grad_norm" in log])
+    norms = [log["grad_norm"] for log in logs if "grad_norm" in log]
+    return result(model, norms, trainer.optimizer.control)
 
 
 def lightning(build):
@@ -149,7 +155,7 @@ def fitted(module, strategy):
         gradient_clip_val=CLIP, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
-    return result(module.model, module.norms)
+    return result(module.model, module.norms, trainer.optimizers[0].control)
 
 
 def lightning_fsdp2(build):
@@ -191,7 +197,7 @@ def fsdp2(new):
     moments = [s.get("exp_avg", s.get("momentum_buffer")) for s in optimizer.state.values()]
     held = sum(moment.to_local().numel() for moment in moments)
     assert held == shards < sum(p.numel() for p in model.parameters())
-    return result(model, norms)
+    return result(model, norms, prepared.optimizer.control)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.muon_worker import ROWS, Run, counted_bytes, layouts, placed
+from tests.distributed.muon_worker import ROWS, WHOLE, Run, counted_bytes, layouts, placed
 from tests.support.compare import assert_same_bits
-from tests.support.ranks import gathered, run_cases
+from tests.support.problems import set_gradients
+from tests.support.ranks import full_tensor, gathered, run_cases
 from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import exchange
+from torchopt_ext.state.local import shard_of
 
 
 def in_backward_divides_matrices() -> None:
@@ -261,6 +270,66 @@ def ranks_with_fewer_inputs_join(partition: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
+def rows_of_tensor_parallel_rows() -> None:
+    """fully_shard over tensor parallelism: _StridedShard."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 20, bias=False))
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    params: list[Any] = [*model.parameters()]
+    assert "_StridedShard" in str(params[0].placements)
+    one, ours = FusedMuon(alone.parameters(), lr=0.1), FusedMuon(params, lr=0.1)
+    for seed in range(3):
+        set_gradients(list(alone.parameters()), seed=seed)
+        for p, q in zip(params, alone.parameters(), strict=True):
+            p.grad = shard_of(q.grad, p)
+        one.step()
+        ours.step()
+    assert_same_bits([full_tensor(p) for p in params], [p.detach() for p in alone.parameters()])
+
+
+def experts_are_exchanged_where_they_are_cut() -> None:
+    """Whole experts send nothing. Others are exchanged by the ranks that hold their parts only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "cut"))
+    values = torch.randn(4, 8, 10, generator=torch.Generator().manual_seed(0))
+    for placements, sends in (([Shard(0), WHOLE], False), ([Shard(0), Shard(1)], True)):
+        param = nn.Parameter(distribute_tensor(values, mesh, placements, src_data_rank=None))
+        alone = nn.Parameter(values.clone())
+        ours, one = FusedMuon([param], lr=0.1), FusedMuon([alone], lr=0.1)
+        for seed in range(2):
+            set_gradients([alone], seed=seed)
+            param.grad = shard_of(alone.grad, param)
+            one.step()
+            with counted_bytes() as sent:
+                ours.step()
+        assert_same_bits([full_tensor(param)], [alone.detach()])
+        # Two experts of four bytes over two ranks: half of each goes to the other, and back.
+        others = sum(gathered(sum(sent)))
+        assert others == sends * (2 * 4 * values.numel() // 2), (others, sent)
+
+
+def microbatches_have_the_bits_of_one_batch() -> None:
+    """The gradients are sums of small integers, so that their order does not matter."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.randint(-3, 4, (2, 4, 5, 12), generator=generator).float()
+    factors = torch.randint(-3, 4, (2, 4, 5, 20), generator=generator).float()
+
+    def trained(parts: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(12, 20, bias=False))
+        optimizer = FusedMuon(model.parameters(), lr=0.1, max_grad_norm=1.0)
+        for batch in zip(batches, factors, strict=True):
+            optimizer.zero_grad()
+            for x, factor in zip(*(t.flatten(0, 1).chunk(parts) for t in batch), strict=True):
+                (model(x) * factor).sum().backward()
+            optimizer.step()
+        return [full_tensor(p) for p in model.parameters()]
+
+    assert_same_bits(trained(4), trained(1))
+
+
 def products() -> Any:
     return mock.patch.object(exchange._C, "orthogonalize_", wraps=_C.orthogonalize_)
 
@@ -272,11 +341,12 @@ def assert_divided(calls: mock.Mock, counted: float) -> None:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    chosen = {"rows", "rectangles"} & layouts().keys()
+    chosen = [layout for layout in ("rows", "rectangles") if layout in layouts()]
     equal = {"balanced": BALANCED, "over": over}
-    return {
+    found: dict[str, Callable[[], Any]] = {
         "in backward": in_backward_divides_matrices,
         "model parts": model_parts_divide_matrices,
+        "accumulation": microbatches_have_the_bits_of_one_batch,
         "warm": connections_are_warm,
         "overlap": products_hide_transfers,
         **{
@@ -295,6 +365,10 @@ def cases() -> dict[str, Callable[[], Any]]:
         },
         **{f"bf16, {layout}": partial(bf16_has_one_process_bits, layout) for layout in chosen},
     }
+    if dist.get_world_size() == 4:
+        found["strided"] = rows_of_tensor_parallel_rows
+        found["experts"] = experts_are_exchanged_where_they_are_cut
+    return found
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def test_trains_as_by_hand(results, name):
     by_hand = "muon_by_hand" if "muon" in name else "by_hand"
     expected, found = case(results, by_hand), case(results, name)
     assert any(norm > 0.3 for norm in expected["norms"])
+    assert expected["orthogonalized"] == found["orthogonalized"] == (1 if "muon" in name else 0)
     if name in EXACT:
         assert found == expected
         return
