@@ -1,4 +1,20 @@
-"""Cases of test_workers.py: how ranks that share Muon's matrices divide and exchange them."""
+"""Cases of test_workers.py: how ranks that share Muon's matrices divide and exchange them.
+
+What users of other distributed Muons complained about, and where it is tested:
+
+    the products never ran, and the loss fell   test_frameworks.py: orthogonalized of each wrapper
+    parameters went to AdamW silently           the same; test_muon_groups.py
+    accumulation changed the weights            "accumulation"
+    a dimension of 72 on 16 ranks               test_owners.py: ranks without a part own nothing
+    the first all-to-all hung                   "warm"
+    buffers were freed before they were sent    "buffers"
+    a gradient that one rank lacks hung         "refuses"; muon_worker.py: refuses_gradients_of_some
+    refused beside ZeRO                         muon_zero_worker.py: both partitions; "join"
+    ran on shards of rows                       muon_worker.py: has_one_process_bits
+    was slow, or infinite, under FSDP           "bytes"; muon_worker.py: an_overflow_changes_nothing
+    all ranks computed the same, and waited     "in backward", "model parts", "overlap"
+    transfers in fp32                           "bytes, torch.bfloat16"; "bf16"
+"""
 
 from __future__ import annotations
 
