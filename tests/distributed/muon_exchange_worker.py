@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.muon_worker import ROWS, WHOLE, Run, counted_bytes, layouts, placed
-from tests.support.compare import assert_same_bits
+from tests.support.compare import assert_same_bits, snapshot
 from tests.support.problems import set_gradients
 from tests.support.ranks import full_tensor, gathered, run_cases
 from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
@@ -326,6 +326,47 @@ def experts_are_exchanged_where_they_are_cut() -> None:
         assert others == sends * (2 * 4 * values.numel() // 2), (others, sent)
 
 
+def pipeline_stages_decide_together() -> None:
+    """Two stages, each over two ranks: one norm, one decision to skip, one rejection."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    generator = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(8, 12, generator=generator)) for _ in range(4)]
+    alone = FusedMuon(whole, lr=0.1, max_grad_norm=0.5)
+    own = whole[2 * stage : 2 * stage + 2]
+    params = [nn.Parameter(distribute_tensor(p.detach(), mesh["dp"], [ROWS])) for p in own]
+    optimizer = FusedMuon(
+        params, lr=0.1, max_grad_norm=0.5, skip_nonfinite=True, process_group=dist.group.WORLD
+    )
+
+    def give(seed: int) -> None:
+        set_gradients(whole, seed=seed)
+        for p, q in zip(params, own, strict=True):
+            p.grad = shard_of(q.grad, p)
+
+    give(0)
+    optimizer.step()
+    alone.step()
+    before = snapshot(optimizer)
+    give(1)
+    if dist.get_rank() == 0:
+        params[0].grad._local_tensor[0, 0] = torch.nan
+    optimizer.step()
+    assert snapshot(optimizer) == before
+    assert float(optimizer.control.skipped_steps) == 1
+    give(1)
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises((RuntimeError, TypeError), match=r"lr|reject"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert snapshot(optimizer) == before
+    optimizer.step()
+    alone.step()
+    assert_same_bits([full_tensor(p) for p in params], [p.detach() for p in own])
+    assert float(optimizer.control.clip_factor) == float(alone.control.clip_factor) < 1
+
+
 def microbatches_have_the_bits_of_one_batch() -> None:
     """The gradients are sums of small integers, so that their order does not matter."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -382,6 +423,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         **{f"bf16, {layout}": partial(bf16_has_one_process_bits, layout) for layout in chosen},
     }
     if dist.get_world_size() == 4:
+        found["stages"] = pipeline_stages_decide_together
         found["strided"] = rows_of_tensor_parallel_rows
         found["experts"] = experts_are_exchanged_where_they_are_cut
     return found
