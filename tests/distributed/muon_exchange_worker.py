@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,11 +32,12 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -52,6 +54,7 @@ from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.optim import exchange
 from torchopt_ext.state.local import shard_of
+from torchopt_ext.statedict.several import rerouted
 
 
 def in_backward_divides_matrices() -> None:
@@ -367,6 +370,45 @@ def pipeline_stages_decide_together() -> None:
     assert float(optimizer.control.clip_factor) == float(alone.control.clip_factor) < 1
 
 
+def a_group_becomes_adamw_and_back() -> None:
+    """Through DCP: what another algorithm steps begins anew, and a warning names it."""
+    folder = gathered(tempfile.mkdtemp())[0]
+
+    def trained(cut: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = cut(nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 12)))
+        params: list[Any] = [*model.parameters()]
+
+        def container(*muon: str) -> Any:
+            return OptimizersContainer([model], FusedMuon, {"lr": 0.1}, muon=muon)
+
+        both, one = ("0.weight", "1.weight"), ("0.weight",)
+        old = container(*both)
+        for seed, (before, after) in enumerate([(both, one), (one, both), (both, None)]):
+            whole = [nn.Parameter(torch.empty(p.shape)) for p in params]
+            set_gradients(whole, seed=seed)
+            for p, q in zip(params, whole, strict=True):
+                p.grad = shard_of(q.grad, p) if isinstance(p, DTensor) else q.grad
+            old.step()
+            if after is None:
+                break
+            saved = old.state_dict()
+            if isinstance(params[0], DTensor):
+                dcp.save({"optimizer": old}, checkpoint_id=f"{folder}/{seed}")
+                reader = container(*before)
+                dcp.load({"optimizer": reader}, checkpoint_id=f"{folder}/{seed}")
+                saved = reader.state_dict()
+            new = container(*after)
+            with pytest.warns(UserWarning, match=r"of 1 parameters start anew.*'1.weight'"):
+                new.load_state_dict(rerouted(saved, new.state_dict()))
+            steps = [int(value) for key, value in new.state_dict().items() if key.endswith("step")]
+            assert sorted(steps) == [0, *[seed + 1] * 3]
+            old = new
+        return [full_tensor(p) for p in params]
+
+    assert_same_bits(trained(fully_shard), trained(lambda module: module))
+
+
 def microbatches_have_the_bits_of_one_batch() -> None:
     """The gradients are sums of small integers, so that their order does not matter."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -404,6 +446,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "in backward": in_backward_divides_matrices,
         "model parts": model_parts_divide_matrices,
         "accumulation": microbatches_have_the_bits_of_one_batch,
+        "routing": a_group_becomes_adamw_and_back,
         "warm": connections_are_warm,
         "overlap": products_hide_transfers,
         **{
