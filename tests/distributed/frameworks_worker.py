@@ -41,9 +41,13 @@ def new_model():
     return Model()
 
 
-def result(model, norms):
+def result(model, norms, control):
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return {"weights": [weight.tolist() for weight in whole], "norms": norms}
+    return {
+        "weights": [weight.tolist() for weight in whole],
+        "norms": norms,
+        "orthogonalized": float(control.orthogonalized),
+    }
 
 
 def adamw(model, **options):
@@ -56,6 +60,11 @@ def muon(model, **options):
     return FusedMuon(muon_groups(model, quiet=True), **more, **options)
 
 
+def muon_over_shards(model, **options):
+    options = {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw"} | options
+    return FusedMuon(muon_groups(model, quiet=True), **options)
+
+
 def by_hand(build):
     model = new_model()
     ddp = DistributedDataParallel(model)
@@ -66,14 +75,15 @@ def by_hand(build):
         ddp(**batch)["loss"].backward()
         optimizer.step()
         norms.append(optimizer.control.grad_norm.item())
-    return result(model, norms)
+    return result(model, norms, optimizer.control)
 
 
 def accelerated(build):
     from torchopt_ext.integrations.accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), new_model()
-    ddp, prepared = accelerator.prepare(model, build(model))
+    optimizer = build(model)
+    ddp, prepared = accelerator.prepare(model, optimizer)
     assert isinstance(ddp, DistributedDataParallel)
     norms = []
     for batch in batches():
@@ -83,7 +93,7 @@ def accelerated(build):
         prepared.step()
         norms.append(norm.item())
     accelerator.free_memory()
-    return result(model, norms)
+    return result(model, norms, optimizer.control)
 
 
 def hugging_face(build):
@@ -104,10 +114,15 @@ def hugging_face(build):
     trainer = Trainer(model, arguments, train_dataset=[0], optimizers=(build(model), None))
     trainer.train()
     logs = trainer.state.log_history
-    return result(model, [log["grad_norm"] for log in logs if "grad_norm" in log])
+    norms = [log["grad_norm"] for log in logs if "grad_norm" in log]
+    return result(model, norms, trainer.optimizer.control)
 
 
 def lightning(build):
+    return fitted(lightning_module(build)(), "ddp")
+
+
+def lightning_module(build):
     import lightning as pl
 
     from torchopt_ext.integrations.lightning import FusedStep
@@ -126,16 +141,34 @@ def lightning(build):
         def on_train_batch_end(self, *_):
             self.norms.append(self.trainer.optimizers[0].control.grad_norm.item())
 
+    return Module
+
+
+def fitted(module, strategy):
+    import lightning as pl
+
     # torchrun sets these variables. With them Lightning starts no processes.
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    module = Module()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, logger=False,
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=STEPS, logger=False,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
         gradient_clip_val=CLIP, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
-    return result(module.model, module.norms)
+    return result(module.model, module.norms, trainer.optimizers[0].control)
+
+
+def lightning_fsdp2(build):
+    """Its ModelParallelStrategy: the module cuts its parameters when the mesh exists."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Module(lightning_module(build)):
+        def configure_model(self):
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return fitted(Module(), strategy)
 
 
 def fsdp2(new):
@@ -164,7 +197,7 @@ def fsdp2(new):
     moments = [s.get("exp_avg", s.get("momentum_buffer")) for s in optimizer.state.values()]
     held = sum(moment.to_local().numel() for moment in moments)
     assert held == shards < sum(p.numel() for p in model.parameters())
-    return result(model, norms)
+    return result(model, norms, prepared.optimizer.control)
 
 
 if __name__ == "__main__":
@@ -175,9 +208,7 @@ if __name__ == "__main__":
         "fsdp2_in_backward": lambda m, options: OptimizersInBackwardContainer(
             [m], FusedAdamW, options
         ),
-        "muon_fsdp2": lambda model, options: FusedMuon(
-            muon_groups(model, quiet=True), adjust_lr_fn="match_rms_adamw", **options
-        ),
+        "muon_fsdp2": lambda model, options: muon_over_shards(model, **options),
     }
     zero = lambda model: ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, lr=0.1)  # noqa: E731
     run_cases(
@@ -191,6 +222,7 @@ if __name__ == "__main__":
             "muon_accelerate": partial(accelerated, muon),
             "muon_hugging_face": partial(hugging_face, muon),
             "muon_lightning": partial(lightning, muon),
+            "muon_lightning_fsdp2": partial(lightning_fsdp2, muon_over_shards),
             **{name: partial(fsdp2, new) for name, new in fsdp2_kinds.items()},
         }
     )

@@ -40,9 +40,9 @@ def loading(saved, layout, kept, way):
     return ["load", name, kind, steps, layout, kept, way]
 
 
-def matrix(source, target):
+def matrix(source, target, kinds=KINDS):
     """Yields all pairs of layouts for each kind. The ways of saving and loading take turns."""
-    kinds, froms, tos = (list(enumerate(x)) for x in (KINDS, LAYOUTS[source], LAYOUTS[target]))
+    kinds, froms, tos = (list(enumerate(x)) for x in (kinds, LAYOUTS[source], LAYOUTS[target]))
     for (k, kind), (i, layout), (j, to) in product(kinds, froms, tos):
         saved = saving(source, layout, kind, *SAVES[(i + k) % 3])
         yield saved, loading(saved, to, kind, WAYS[(i + j + k) % 3])
@@ -65,6 +65,10 @@ def some(source, target):
     second = saving(source, "pp", "fp32", 0, "sync")
     yield second, loading(second, "fsdp", "fp32", "fresh")
     yield second, loading(second, "ddp", "torch's fp32", "in place")
+    for layout, to, way in (("fsdp", "fsdp", "in place"), ("fsdp", "tp", "fresh"),
+                            ("tp", "pp", "after steps")):  # fmt: skip
+        third = saving(source, layout, "Muon", 3, "sync")
+        yield third, loading(third, to, "Muon", way)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,7 @@ def run(start_ranks, tmp_path_factory):
     return run
 
 
+muon = functools.partial(matrix, kinds=["Muon"])
 NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
 
 
@@ -107,6 +112,7 @@ def slow(*values):
         (matrix, 2, 1),
         pytest.param(some, 4, 3, marks=NEWEST),
         *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),
+        *(slow(muon, 4, target) for target in (1, 2, 3)),
         *(slow(matrix, source, 4) for source in (1, 2, 3)),
         *(slow(conversions, *pair) for pair in [(4, 2), (4, 3), (1, 4)]),
     ],

@@ -85,16 +85,19 @@ def muon_in_one_process(
     "name",
     [
         pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow])
-        for name in ("ddp", "zero", "fsdp", "hsdp", "tp", "fsdp_tp", "pp", "fsdp_pp")
+        for name in (
+            *("ddp", "zero", "fsdp", "hsdp", "tp", "fsdp_tp"),
+            *("pp", "pp_interleaved", "fsdp_pp", "accumulation"),
+        )
     ],
 )
 def test_muon_trains_alike(
     start_ranks: Callable[..., None], muon_in_one_process: list[float], name: str, tmp_path: Path
 ) -> None:
     job = EXAMPLES / f"{name}.toml"
-    whole = ("--parallelism.zero", "greedy") if name == "zero" else ()
-    run = losses(start_ranks, job, ranks_of(job), tmp_path, *MUON, *whole)
-    assert run == pytest.approx(muon_in_one_process, rel=1e-4)
+    run = losses(start_ranks, job, ranks_of(job), tmp_path, *MUON)
+    tolerance = 1e-3 if "bfloat16" in job.read_text() else 1e-4
+    assert run == pytest.approx(muon_in_one_process, rel=tolerance)
     assert run[-1] < run[0]
 
 

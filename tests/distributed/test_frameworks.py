@@ -8,6 +8,7 @@ pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
 EXACT = ["accelerate", "accelerate_zero", "hugging_face", "lightning"]
 EXACT += ["muon_accelerate", "muon_hugging_face", "muon_lightning"]
 REPLACED = ["fsdp2", "fsdp2_container", "fsdp2_in_backward", "muon_fsdp2"]
+REPLACED += ["muon_lightning_fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,7 @@ def test_trains_as_by_hand(results, name):
     by_hand = "muon_by_hand" if "muon" in name else "by_hand"
     expected, found = case(results, by_hand), case(results, name)
     assert any(norm > 0.3 for norm in expected["norms"])
+    assert expected["orthogonalized"] == found["orthogonalized"] == (1 if "muon" in name else 0)
     if name in EXACT:
         assert found == expected
         return

@@ -127,6 +127,7 @@ VERSIONS = {
             "clipping alone": ours_030(max_grad_norm=1.0),
             "diverging": ours_030("diverging"),
             "muon": ours_030("same_data", muon={}),
+            "dist muon": ours_030("dist_muon"),
             "kimi": ours_030("kimi"),
         },
         "optimizer.state.layers.0.attention.wo.weight.exp_avg",
@@ -376,6 +377,7 @@ def test_clipping_in_the_step_is_one_decision_of_all_stages(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("muon", "single"), *(slow("muon", layout) for layout in ("tp", "ddp", "pp"))]
+    + [slow("dist muon", layout) for layout in ("tp", "pp")]
     + [slow("kimi", layout) for layout in ("single", "ddp")],
 )
 def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layout: str) -> None:
@@ -386,7 +388,7 @@ def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layou
         assert line["loss"] == pytest.approx(whole.metrics[step]["loss"], abs=1e-4), step
     assert [*other.metrics] == [*range(SAVED + 1, STEPS + 1)]
     assert whole.metrics[STEPS]["loss"] < whole.metrics[1]["loss"] - TITAN.learns
-    saved = {"muon": "0.attention.wo", "kimi": "1.attention.wkv_b"}[kind]
+    saved = {"kimi": "1.attention.wkv_b"}.get(kind, "0.attention.wo")
     entries = whole.entries()
     assert f"optimizer.state.layers.{saved}.weight.momentum_buffer" in entries
     assert "optimizer.state.lm_head.weight.exp_avg" in entries

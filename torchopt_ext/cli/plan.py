@@ -396,9 +396,13 @@ def _fit(rank: RankBytes, most: float) -> str:
 def about_muon(plans: dict[str, list[RankBytes]]) -> list[str]:
     """Returns lines about Newton-Schulz's products, and the plans that are left out."""
     lines = []
-    of_rank = {plan: max(r.newton_schulz_flops for r in ranks) for plan, ranks in plans.items()}
-    if whole := of_rank.pop("ddp"):
-        divided = [f"{flops(most)} with {plan}" for plan, most in of_rank.items() if most < whole]
+    work = {plan: [rank.newton_schulz_flops for rank in ranks] for plan, ranks in plans.items()}
+    if whole := max(work.pop("ddp")):
+        divided = [
+            f"{flops(max(of))} with {plan} ({max(of) * len(of) / sum(of):.2f} times the mean)"
+            for plan, of in work.items()
+            if max(of) < whole
+        ]
         text = f"Newton-Schulz: {flops(whole)} a step"
         if divided:
             text += f"; on the rank with most, {', '.join(divided)}"

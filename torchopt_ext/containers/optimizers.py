@@ -31,6 +31,7 @@ from torchopt_ext.optim.hooks import (
 )
 from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.muon_routing import keys_by_route
+from torchopt_ext.optim.owners import number_matrices
 from torchopt_ext.state.entries import BY_NAME, unwrapped
 from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
@@ -340,6 +341,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
                     for group in optimizer.param_groups
                 ]
             number += len(params_of(optimizer))
+        number_matrices(self.optimizers)
         # Schedulers such as OneCycleLR look for betas among the defaults.
         of_first = self.optimizers[0].defaults if self.optimizers else {}
         defaults = {**of_first, **(optimizer_kwargs or {})}

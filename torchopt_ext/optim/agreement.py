@@ -20,7 +20,7 @@ def agree_on_matrices(
     """Makes the ranks that share matrices agree that all make the step, before its norm.
 
     One small collective for each group of ranks; another if they differ. On a GPU it waits for the
-    device.
+    device. The first agreement also connects the ranks.
 
     Args:
         optimizers: :class:`torchopt_ext.optim.planned.PlannedStep`, with this step's gradients.
@@ -57,6 +57,7 @@ def agree_on_matrices(
     for optimizer in () if rejects else optimizers:
         has = _has_gradient(optimizer, *groups)
         optimizer.exchangers.present = {number for number, it_has in has.items() if it_has}
+        optimizer.exchangers.connect()
 
 
 def _gathered(group: Any, *numbers: int) -> list[list[int]]:

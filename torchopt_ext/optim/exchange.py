@@ -14,6 +14,7 @@ NorMuon's averages of rows travel with the directions.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,12 @@ from torchopt_ext.optim.owners import (
     digest_of,
     plan_exchanges,
 )
-from torchopt_ext.state.collective import collective, comm_device, wait
+from torchopt_ext.state.collective import collective, comm_device, run, wait
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.pieces import Piece
 
 _WHAT = "exchanging directions of matrices"
+_connected: "WeakKeyDictionary[Any, set[torch.device]]" = WeakKeyDictionary()
 
 Direction = tuple[Tensor, Tensor | None, float]
 """A tensor's direction, averages of rows and beta2, as csrc/plan/orthogonal_update.h has them."""
@@ -45,6 +47,7 @@ class Exchangers:
         groups: the process groups of such parameters, by their tensors' positions.
         devices: the device of each part of the plan.
         planned: the positions of the tensors in the plan; others have no state yet.
+        first: as :func:`torchopt_ext.optim.owners.plan_exchanges` takes it.
 
     Attributes:
         present: numbers of the parameters that have a gradient in this step, on all ranks.
@@ -57,13 +60,14 @@ class Exchangers:
         groups: Mapping[int, Any],
         devices: Sequence[torch.device],
         planned: Collection[int],
+        first: int = 0,
     ) -> None:
         self.present: Collection[int] = ()
         self.groups, self.digests = groups, {}
         self._parts: dict[int, Exchanger] = {}
         for group in dict.fromkeys(groups[param.positions[0]] for param in params):
             own = [param for param in params if groups[param.positions[0]] is group]
-            by_part = plan_exchanges(own, dist.get_process_group_ranks(group))
+            by_part = plan_exchanges(own, dist.get_process_group_ranks(group), first)
             self.digests[group] = digest_of(by_part)
             for part, exchanges in by_part.items():
                 assert part not in self._parts, "parameters of a part have equal meshes"
@@ -79,6 +83,20 @@ class Exchangers:
             for param, _ in exchange
             for position in param.positions
         }
+
+    def connect(self) -> None:
+        """Opens the connections between ranks, which a backend may only make when they are used.
+
+        All ranks come, before anything changes. Later calls do nothing.
+        """
+        for part in self._parts.values():
+            device = comm_device(part.group, part.device)
+            if device in _connected.setdefault(part.group, set()):
+                continue
+            one = torch.zeros(len(part.ranks), dtype=torch.uint8, device=device)
+            with collective("connecting the ranks that share matrices"):
+                run(dist.all_to_all_single, torch.empty_like(one), one, group=part.group)
+            _connected[part.group].add(device)
 
     def __call__(self, part: int, average: Any, apply: Any) -> int:
         return self._parts[part].run(self.present, average, apply)

@@ -430,7 +430,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
 
     def _portable_state(self) -> dict[str, Any]:
         self._wait_for_states()
-        of_container = ("first_parameter_number", "parameter_names")
+        of_container = ("first_parameter_number", "first_matrix_number", "parameter_names")
         kept = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | kept
         return portable | {

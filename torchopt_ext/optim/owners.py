@@ -179,8 +179,24 @@ def shared_params(
     return [found[number] for number in sorted(found)]
 
 
+def number_matrices(optimizers: Sequence[Any]) -> None:
+    """Numbers the matrices of optimizers that step alone, so that ranks take turns to own them.
+
+    The largest come first, so that the turns are about equal work. The result is the same on all
+    ranks, and before and after a framework cuts the parameters.
+    """
+    of: list[tuple[list[int], Any]] = []
+    for optimizer in optimizers:
+        stepped = [g for g in optimizer.param_groups if algorithm_of(g).steps_matrices]
+        of.append(([p.numel() for group in stepped for p in group["params"]], optimizer))
+    first = 0
+    for sizes, optimizer in sorted(of, key=lambda pair: -max(pair[0], default=0)):
+        optimizer.first_matrix_number = first
+        first += len(sizes)
+
+
 def plan_exchanges(
-    params: Sequence[SharedParam], ranks: Sequence[int]
+    params: Sequence[SharedParam], ranks: Sequence[int], first: int = 0
 ) -> dict[int, list[Exchange]]:
     """Returns the exchanges of each part of a plan, for parameters that one group of ranks shares.
 
@@ -189,9 +205,11 @@ def plan_exchanges(
 
     Args:
         ranks: the group's, in the default group.
+        first: matrices of the container's other optimizers that come before: ranks with equal work
+            take turns from there.
     """
     number = {rank: n for n, rank in enumerate(ranks)}
-    loads = [(0, 0, rank) for rank in number.values()]
+    loads = [(0, 0, (rank - first) % len(ranks)) for rank in number.values()]
     ranked = sorted(params, key=lambda param: (str(param.dtype), -param.flops))
     chosen = []
     for param in ranked:
@@ -203,8 +221,9 @@ def plan_exchanges(
             pieces = {number[rank]: its for rank, its in by_rank.items()}
             averages = {number[rank]: its for rank, its in rows.items()}
             replicas = {number[rank]: param.replicas[rank] for rank in by_rank}
-            work, elements, owner = min(loads[rank] for rank in pieces)
-            loads[owner] = work + param.flops, elements + numel, owner
+            owner = min(pieces, key=loads.__getitem__)
+            work, elements, turn = loads[owner]
+            loads[owner] = work + param.flops, elements + numel, turn
             senders = frozenset(r for r in pieces if replicas[r] == replicas[owner])
             matrices.append(SharedMatrix(numel, pieces, averages, owner, senders))
         chosen.append((param, matrices))

@@ -326,7 +326,8 @@ def build_plan(
     groups = groups_of_shared(optimizer)
     shared = shared_params(optimizer, groups, lambda param: parts.get(part_of(param)))
     planned = {position for position, *_ in stepped}
-    exchangers = Exchangers(shared, groups, [device for device, _ in parts], planned)
+    devices, turn = [device for device, _ in parts], optimizer.first_matrix_number
+    exchangers = Exchangers(shared, groups, devices, planned, turn)
     numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:

@@ -44,6 +44,8 @@ class PlannedStep(Controlled, Optimizer):
     # The number of the first parameter in draws and digests (docs/numerics.md sections 8 and 9). A
     # container numbers the parameters of its optimizers consecutively.
     first_parameter_number = 0
+    # How many of a container's matrices come before, for the turns of their owners.
+    first_matrix_number = 0
     # Places of parameters that are parts of larger parameters: set by ZeroRedundancyOptimizer.
     parameter_places: Mapping[Tensor, Place] = {}
     # Names for messages and telemetry if groups have no param_names: set by containers.

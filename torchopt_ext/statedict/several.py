@@ -89,7 +89,8 @@ def rerouted(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """Returns a container's saved state dict for a container that sends parameters elsewhere.
 
     A parameter that another algorithm steps now begins anew, with the group and moments that
-    ``own`` has for it. Master weights, remainders, and all other parameters continue.
+    ``own`` has for it, and a warning names it. Master weights, remainders, and all other parameters
+    continue.
 
     Args:
         saved: flat, as containers have it.
@@ -97,6 +98,13 @@ def rerouted(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """
     before, now = _algorithms(saved), _algorithms(own)
     moved = {name for name in now if before.get(name) != now[name]}
+    if moved:
+        named = ", ".join(f"{n!r} ({before.get(n, 'none')}, now {now[n]})" for n in sorted(moved))
+        warnings.warn(
+            f"moments and step counts of {len(moved)} parameters start anew, since another "
+            f"algorithm steps them: {named}",
+            stacklevel=2,
+        )
 
     def begins_anew(key: str) -> bool:
         kind, name, entry = _parts(key)

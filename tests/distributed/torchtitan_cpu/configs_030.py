@@ -73,6 +73,24 @@ def same_data() -> Trainer.Config:
     return config
 
 
+def dist_muon() -> Trainer.Config:
+    """Two groups of DistMuon, which takes one, and neither tensor nor pipeline parallelism."""
+    config = same_data()
+    (whole,) = config.optimizer.param_groups
+    kept = {k: v for k, v in whole.optimizer_kwargs.items() if k in ("lr", "weight_decay")}
+    patterns = {r"attention\..*w.*\.weight$": 0.95, r"feed_forward\.w[123]\.weight$": 0.9}
+    config.optimizer.param_groups[:0] = [
+        replace(
+            whole,
+            pattern=pattern,
+            optimizer_name="DistMuon",
+            optimizer_kwargs={**kept, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"},
+        )
+        for pattern, momentum in patterns.items()
+    ]
+    return config
+
+
 def kimi() -> Trainer.Config:
     """The Kimi debug model with the optimizers of its recipe, on text."""
     for name in ("mm_datasets", "utils.image"):  # need torchvision

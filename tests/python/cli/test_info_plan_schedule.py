@@ -254,11 +254,34 @@ def test_plan_of_muon(run):
     shown = run(*args)
     assert f"\nmuon: {elements:,} elements in 48 tensors\nadamw: " in shown
     assert (
-        f" Newton-Schulz: 1.52 TFLOP a step; on the rank with most, {most:.0f} GFLOP with zero1, "
-        + ", ".join(f"{owned:.0f} GFLOP with {plan}" for plan in ("balanced", "zero2", "fsdp"))
+        f" Newton-Schulz: 1.52 TFLOP a step; on the rank with most, {most:.0f} GFLOP with zero1 "
+        f"({most * 8e9 / flops:.2f} times the mean), "
+        + ", ".join(
+            f"{owned:.0f} GFLOP with {plan} ({owned * 8e9 / flops:.2f} times the mean)"
+            for plan in ("balanced", "zero2", "fsdp")
+        )
     ) in shown.replace("\n", " ")
     assert run(*args, "--world-size", "1").endswith("\n\nNewton-Schulz: 1.52 TFLOP a step\n")
     assert "Newton-Schulz" not in run(*args[:-2])
+
+
+def llama():
+    """The layers of Llama-3 8B, between an embedding and a head."""
+    sizes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]
+    sizes += [(4096, 14336), (4096, 14336), (14336, 4096)]
+    layer = [torch.nn.Linear(*size, bias=False) for size in sizes * 32]
+    ends = torch.nn.Embedding(128256, 4096), torch.nn.Linear(4096, 128256, bias=False)
+    return torch.nn.Sequential(ends[0], *layer, ends[1])
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.01), (32, 1.01), (64, 1.07), (128, 1.07)])
+def test_plan_of_muon_for_llama(run, ranks, most):
+    args = ["plan", "--model", f"{__name__}:llama", "--algorithm", "muon", "--world-size", ranks]
+    of_plan = json.loads(run(*args, "--json"))["shardings"]["fsdp"]["ranks"]
+    work = [rank["newton_schulz_flops"] for rank in of_plan]
+    uneven = max(work) * ranks / sum(work)
+    assert 1 <= uneven <= most
+    assert f" with fsdp ({uneven:.2f} times the mean)" in run(*args).replace("\n", " ")
 
 
 def test_plan_of_muon_beside_another_algorithm(run):

@@ -88,6 +88,16 @@ def test_one_balance_for_all_parts_of_a_plan() -> None:
     assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_optimizers_of_a_container_take_turns(count: int) -> None:
+    owners: list[int] = []
+    for first in range(0, 12, count):
+        params = [by_rows(n, 64, 64, 4) for n in range(count)]
+        by_part = plan_exchanges(params, range(4), first)
+        owners += [m.owner for each in by_part.values() for e in each for _, ms in e for m in ms]
+    assert owners == [0, 1, 2, 3] * 3
+
+
 def test_replicas_share_the_work() -> None:
     """The owner's replica sends; every holder gets its piece back."""
     halves = [Piece(0, 0, 4, 8, 8), Piece(0, 32, 4, 8, 8)]
