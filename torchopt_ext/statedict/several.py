@@ -99,10 +99,12 @@ def rerouted(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     before, now = _algorithms(saved), _algorithms(own)
     moved = {name for name in now if before.get(name) != now[name]}
     if moved:
-        named = ", ".join(f"{n!r} ({before.get(n, 'none')}, now {now[n]})" for n in sorted(moved))
+        named = (
+            f"{n!r} ({_named(before.get(n))}, now {_named(now[n])})" for n in now if n in moved
+        )
         warnings.warn(
-            f"moments and step counts of {len(moved)} parameters start anew, since another "
-            f"algorithm steps them: {named}",
+            "moments and step counts start anew where another algorithm steps a parameter: "
+            + ", ".join(named),
             stacklevel=2,
         )
 
@@ -112,6 +114,10 @@ def rerouted(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
     kept = {key: value for key, value in saved.items() if not begins_anew(key)}
     return kept | {key: value for key, value in own.items() if begins_anew(key)}
+
+
+def _named(algorithm: Any) -> str:
+    return "unknown" if algorithm is None else str(algorithm.name)
 
 
 def _algorithms(flat: Mapping[str, Any]) -> dict[str, Any]:
