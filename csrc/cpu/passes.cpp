@@ -279,13 +279,14 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 }
 
 void leave_pages(void*, size_t, at::Device) {}
+bool may_free_pages(void*, size_t, at::Device) { return true; }
 
 }  // namespace
 
 const Passes& passes() {
   static constexpr Passes all{
       sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update, prepare, update,
-      scaled_copy,    digest, lr_factors,        leave_pages,    leave_pages};
+      scaled_copy,    digest, lr_factors,        leave_pages,    may_free_pages};
   return all;
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -55,15 +56,26 @@ void take_pages(char* memory, size_t bytes) {
                    });
 }
 
-std::string available_memory() {
+// Returns the bytes that this process can take, as far as the system and its control group say.
+// Beyond them the system ends processes instead of failing.
+uint64_t available_bytes() {
+  constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
+  uint64_t available = kUnknown;
   std::ifstream file("/proc/meminfo");
-  std::string line;
-  while (std::getline(file, line)) {
-    if (line.starts_with("MemAvailable:")) {
-      return line;
+  std::string name;
+  for (uint64_t kibibytes = 0; file >> name >> kibibytes; std::getline(file, name)) {
+    if (name == "MemAvailable:") {
+      available = kibibytes << 10;
     }
   }
-  return "MemAvailable is unknown";
+  std::ifstream most_file("/sys/fs/cgroup/memory.max");
+  std::ifstream now_file("/sys/fs/cgroup/memory.current");
+  uint64_t most = 0;
+  uint64_t now = 0;
+  if (most_file >> most && now_file >> now) {  // "max" is no number
+    available = std::min(available, most > now ? most - now : 0);
+  }
+  return available;
 }
 
 std::string most_locked() {
@@ -76,15 +88,18 @@ std::string most_locked() {
 
 void lock_pages(void* memory, size_t bytes, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  prefer_node(memory, bytes, numa_node(device.index()));
-  take_pages(static_cast<char*>(memory), bytes);
-  const cudaError_t error =
-      cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  const uint64_t available = available_bytes();
+  cudaError_t error = cudaErrorMemoryAllocation;
+  if (bytes <= available) {
+    prefer_node(memory, bytes, numa_node(device.index()));
+    take_pages(static_cast<char*>(memory), bytes);
+    error = cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  }
   if (error != cudaSuccess) {
     static_cast<void>(cudaGetLastError());  // the next kernel would report it
     TORCH_CHECK(false, "cannot lock ", bytes, " bytes of host memory for the state of ", device,
-                " (", cudaGetErrorString(error), "); ", available_memory(),
-                ", limit of locked memory (ulimit -l): ", most_locked(),
+                " (", cudaGetErrorString(error), "): ", available,
+                " bytes are available, the limit of locked memory (ulimit -l) is ", most_locked(),
                 ". Under WSL2 Windows limits it. Use state_device=None or a smaller "
                 "state_fraction");
   }
@@ -98,15 +113,20 @@ void lock_pages(void* memory, size_t bytes, c10::Device device) {
   }
 }
 
-void unlock_pages(void* memory, size_t, c10::Device device) {
-  // At the end of the process the driver has gone: there is nothing to wait for.
+bool unlock_pages(void* memory, size_t, c10::Device device) {
   int before = 0;
-  if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device.index()) == cudaSuccess) {
-    static_cast<void>(cudaDeviceSynchronize());
-    static_cast<void>(cudaHostUnregister(memory));
-    static_cast<void>(cudaSetDevice(before));
+  // Waiting would end a capture. At the end of the process the driver has gone: nothing can be
+  // done.
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None ||
+      cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device.index()) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return false;
   }
+  const bool done =
+      cudaDeviceSynchronize() == cudaSuccess && cudaHostUnregister(memory) == cudaSuccess;
+  static_cast<void>(cudaSetDevice(before));
   static_cast<void>(cudaGetLastError());
+  return done;
 }
 
 }  // namespace torchopt_ext

@@ -41,7 +41,9 @@ int64_t aligned(int64_t bytes) {
 c10::Storage allocate(at::Device device, int64_t bytes, std::optional<at::Device> stepped_on) {
   TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a device");
   if (stepped_on) {
-    return {c10::Storage::use_byte_size_t(), bytes, allocate_host_memory(bytes, *stepped_on),
+    // One byte more, so that empty tensors at the end are in the block.
+    return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes),
+            allocate_host_memory(bytes + 1, *stepped_on),
             /*allocator=*/nullptr, /*resizable=*/false};
   }
   const c10::DeviceGuard guard(device);

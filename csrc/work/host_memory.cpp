@@ -36,8 +36,9 @@ void release_host_block(void* context) {
     const std::scoped_lock lock(host_blocks().mutex);
     host_blocks().ends.erase(block->memory);
   }
-  passes_on(block->device).unlock_pages(block->memory, block->bytes, block->device);
-  munmap(block->memory, block->bytes);
+  if (passes_on(block->device).unlock_pages(block->memory, block->bytes, block->device)) {
+    munmap(block->memory, block->bytes);
+  }
 }
 
 }  // namespace
@@ -49,6 +50,8 @@ c10::DataPtr allocate_host_memory(int64_t bytes, c10::Device device) {
   TORCH_CHECK_WITH(OutOfMemoryError, memory != MAP_FAILED, "the host has no ", bytes,
                    " bytes of memory for the state of ", device);
   madvise(memory, size, MADV_HUGEPAGE);
+  // A fork, such as a data loader's, would make the next write move a page away from the device.
+  madvise(memory, size, MADV_DONTFORK);
   try {
     passes_on(device).lock_pages(memory, size, device);
   } catch (...) {

@@ -59,7 +59,8 @@ struct Passes {
   at::Tensor (*lr_factors)(const Schedule& schedule, const at::Tensor& steps);
   // Lets kernels of the device access pages of the host's memory (host_memory.h).
   void (*lock_pages)(void* memory, size_t bytes, at::Device device);
-  void (*unlock_pages)(void* memory, size_t bytes, at::Device device);
+  // Returns false if the device may still use the pages, which must then stay.
+  bool (*unlock_pages)(void* memory, size_t bytes, at::Device device);
 };
 
 namespace cpu {

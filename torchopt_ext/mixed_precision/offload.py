@@ -147,7 +147,8 @@ class Offloader:
         if getattr(optimizer, "_context", IDLE) is not IDLE:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         check_kinds(include)
-        if getattr(optimizer, "host_bytes", 0):
+        storage = getattr(optimizer, "_storage", None)
+        if storage is not None and any(map(storage.on_host, params_of(optimizer))):
             raise RuntimeError(
                 "the optimizer's states lie on the host: it was given state_device='cpu'"
             )

@@ -292,6 +292,9 @@ class FusedOptimizer(HookedStep, PlacedStates):
                 param, forms = filled[key]
                 absent = param if is_dtensor(param) else ABSENT
                 missing = [name for name in forms if name not in entry]
+                # torch takes tensors on one device only; values pass over the parameter's.
+                hosted = [k for k, value in entry.items() if is_on_host(value)]
+                entry.update(dict.fromkeys(hosted, param))
                 unlike = SCALES.keys() | BY_ROW  # the parameter does not say how to cut them
                 entry.update({name: ABSENT if name in unlike else absent for name in missing})
             if sharded := {name: value for name, value in entry.items() if is_dtensor(value)}:
@@ -387,15 +390,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
         return isinstance(value, Tensor) and local is local_tensor(held)
 
     def _kept(self, slot: Slot) -> Mapping[str, Any]:
-        entry = fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
-        # Loading overwrites states on the host, which the dict may give to other parameters.
-        held = self.state.get(slot.param, {})
-        return {
-            name: value.clone()
-            if isinstance(value, Tensor) and is_on_host(value) and value is not held.get(name)
-            else value
-            for name, value in entry.items()
-        }
+        return fit_moments(slot.entry, slot.param, self._storage.quantizes(slot.param))
 
     def __copy__(self) -> Self:
         """Returns an optimizer with the same groups and state, as torch's copies have."""

@@ -14,7 +14,7 @@ from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.entries import MASTERS
 from torchopt_ext.state.host_memory import Need, is_on_host, place_states, wait
 from torchopt_ext.state.local import local_tensor
-from torchopt_ext.state.params import named_group_params
+from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.storage import Storage, is_steppable
 
 
@@ -24,10 +24,10 @@ class PlacedStates(PlannedStep):
     def _reserve_host_memory(self) -> None:
         """Locks memory for states that will lie on the host."""
         self._storage = with_resident(self, self._storage)
-        on_host = filter(lambda need: self._storage.on_host(need.param), _needs(self))
-        self._storage.host.reserve(
-            need for need in on_host if need.name not in self.state.get(need.param, ())
-        )
+        needs = [need for need in _needs(self) if self._storage.on_host(need.param)]
+        missing = [need for need in needs if need.name not in self.state.get(need.param, ())]
+        self._storage.host.drop_others(need.param for need in missing)
+        self._storage.host.reserve(missing)
 
     def _init_states(self, chooses: Any) -> None:
         self._storage = with_resident(self, self._storage)
@@ -52,10 +52,14 @@ class PlacedStates(PlannedStep):
         self._wait_for_states()
         place_states(self._entries(), storage)
         self._storage = storage
+        self._reserve_host_memory()
 
     def _rebuild(self) -> Any:
         self._wait_for_states()
-        return super()._rebuild()
+        built = super()._rebuild()
+        if self._storage.state_device is not None:
+            self._storage.host.drop_others(params_of(self))
+        return built
 
     def _entries(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
@@ -93,25 +97,21 @@ def _needs(optimizer: Any) -> Iterator[Need]:
 
 
 def with_resident(optimizer: Any, storage: Storage) -> Storage:
-    """Chooses the parameters whose states stay on the GPU: the first, to the fraction's bytes."""
-    if storage.state_device is None or storage.state_fraction == 1.0:
-        return replace(storage, resident=frozenset())
-    sizes: dict[int, int] = {}
+    """Chooses the parameters whose states stay on their GPU: the first that fit."""
     everywhere = replace(storage, resident=frozenset())
+    if storage.state_device is None or storage.state_fraction == 1.0:
+        return everywhere
+    sizes: dict[torch.device, dict[int, int]] = {}
     for param, _, dtype in _needs(optimizer):
         if everywhere.on_host(param):
-            bytes_ = local_tensor(param).numel() * dtype.itemsize
-            sizes[id(param)] = sizes.get(id(param), 0) + bytes_
-    return replace(storage, resident=first_of(sizes, storage.state_fraction))
-
-
-def first_of(sizes: dict[Any, int], fraction: float) -> frozenset[Any]:
-    """Returns the first keys, whose sizes are at most the rest of a fraction of all sizes."""
-    left = (1.0 - fraction) * sum(sizes.values())
-    chosen = set()
-    for key, size in sizes.items():
-        left -= size
-        if left < 0:
-            break
-        chosen.add(key)
-    return frozenset(chosen)
+            local = local_tensor(param)
+            its = sizes.setdefault(local.device, {})
+            its[id(param)] = its.get(id(param), 0) + local.numel() * dtype.itemsize
+    resident = set()
+    for its in sizes.values():
+        left = (1.0 - storage.state_fraction) * sum(its.values())
+        for key, size in its.items():
+            if size <= left:
+                left -= size
+                resident.add(key)
+    return replace(storage, resident=frozenset(resident))

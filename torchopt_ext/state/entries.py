@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import ADAM, STATES, State
 from torchopt_ext.state.by_row import BY_ROW, has_rows_of, row_problem
-from torchopt_ext.state.host_memory import Need, is_on_host
+from torchopt_ext.state.host_memory import Need
 from torchopt_ext.state.local import (
     PLAIN,
     inner_tensors,
@@ -271,8 +271,8 @@ def _same_kind(value: Any, live: Any) -> bool:
 def converted(name: str, value: Any, param: Tensor, storage: Storage, held: Any = None) -> Any:
     """Returns a checked entry in memory of its own, on the parameter's device.
 
-    An entry that lies on the host replaces the values of ``held``, the optimizer's own, so that the
-    host holds it once.
+    An entry that lies on the host gets the memory that was reserved for it, or stays in that of
+    ``held``, the optimizer's own, if it was read into that. Otherwise a step places it.
 
     torch casts every floating-point entry to the parameter's dtype, float32 moments of a bfloat16
     parameter included. Here moments get the dtype of ``storage``, and masters keep their own dtype.
@@ -294,10 +294,10 @@ def converted(name: str, value: Any, param: Tensor, storage: Storage, held: Any 
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():
         dtype = param.dtype
     if storage.on_host(param) and storage.by_element([name]):
-        fits = isinstance(held, Tensor) and is_on_host(held) and held.dtype == dtype
-        fits = fits and shape_problem(held, param) is None
-        target = held if fits else storage.host.take_reserved(Need(param, name, dtype))
+        if isinstance(held, Tensor) and local_tensor(held) is local_tensor(value):
+            return held
         device = torch.device("cpu")
+        target = storage.host.take_reserved(Need(param, name, dtype)) if held is None else None
         if target is not None:
             local_tensor(target).copy_(local_tensor(value))
             return target

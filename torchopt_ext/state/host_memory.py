@@ -60,6 +60,11 @@ class HostMemory:
         """Returns zeros for an entry in reserved memory, None if there is none."""
         return self.take([need])[0] if self._fits(need) else None
 
+    def drop_others(self, params: Iterable[Any]) -> None:
+        """Frees memory that was reserved for other parameters than these."""
+        ids = {id(param) for param in params}
+        self._reserved = {key: memory for key, memory in self._reserved.items() if key[0] in ids}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)()
 
@@ -97,22 +102,22 @@ def place_states(entries: Iterable[tuple[Any, dict[str, Any]]], storage: Any) ->
     Leaves entries that do not fit to later checks, which name them.
     """
     to_host: list[tuple[dict[str, Any], Need]] = []
+    moved: list[tuple[dict[str, Any], str, Any]] = []
     for param, state in entries:
         on_host = storage.on_host(param)
         for name in storage.by_element(state):
             value = state[name]
             if not _may_move(value, param) or is_on_host(value) == on_host:
                 continue
-            if on_host:
+            if not on_host:
+                moved.append((state, name, torch.zeros_like(param, dtype=value.dtype)))
+            elif name in storage.entries_kept(param, state):
                 to_host.append((state, Need(param, name, local_tensor(value).dtype)))
-            else:
-                moved = torch.zeros_like(param, dtype=value.dtype)
-                local_tensor(moved).copy_(local_tensor(value))
-                state[name] = moved
-    needs = [need for _, need in to_host]
-    for (state, need), memory in zip(to_host, storage.host.take(needs), strict=True):
-        local_tensor(memory).copy_(local_tensor(state[need.name]))
-        state[need.name] = memory
+    memory = storage.host.take([need for _, need in to_host])
+    moved += [(state, need.name, new) for (state, need), new in zip(to_host, memory, strict=True)]
+    for state, name, new in moved:  # only now: memory may have run out above
+        local_tensor(new).copy_(local_tensor(state[name]))
+        state[name] = new
 
 
 def _may_move(value: Any, param: Any) -> bool:

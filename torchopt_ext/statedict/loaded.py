@@ -36,7 +36,7 @@ from torchopt_ext.state.entries import (
     was_cast,
     was_rounded,
 )
-from torchopt_ext.state.local import local_tensor, on_mesh_of
+from torchopt_ext.state.local import PLAIN, local_tensor, on_mesh_of
 from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.quantized import (
     CODES,
@@ -204,6 +204,11 @@ def raise_problems(
         raise kind(f"{what} does not fit: {'; '.join(problems[:SHOWN])}{more}")
 
 
+def _is_same_memory(value: Any, local: Tensor) -> bool:
+    """Returns whether a value is the parameter, which stood for an entry not in the dict."""
+    return type(value) in PLAIN and value.numel() > 0 and value.data_ptr() == local.data_ptr()
+
+
 def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     """Reads a state dict in torch's layout: ``state`` by index, and ``param_groups``.
 
@@ -231,6 +236,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
                 for key, value in read.items()
                 if (key in MASTERS or key not in fillers)
                 and not (value is ABSENT or getattr(value, "source", 0) is local)
+                and not (key != "step" and _is_same_memory(value, local))
             }
             cast += [entry.pop(name) for name in MASTERS if was_cast(entry.get(name), param)]
             control = entry.pop(CONTROL_KEY, control)

@@ -63,9 +63,10 @@ void lock_pages(void* memory, size_t bytes, c10::Device) {
   locked_pages[memory] = bytes;
 }
 
-void unlock_pages(void* memory, size_t bytes, c10::Device) {
+bool unlock_pages(void* memory, size_t bytes, c10::Device) {
   mprotect(memory, bytes, PROT_READ | PROT_WRITE);
   locked_pages.erase(memory);
+  return true;
 }
 
 }  // namespace torchopt_ext

@@ -11,14 +11,23 @@ import ctypes
 import pickle
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_leaves
 
 from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
 from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
@@ -202,14 +211,11 @@ def test_state_dicts_cross(way: str) -> None:
     assert through_file(saved).keys() == {"state", "param_groups"}
 
 
-@pytest.mark.parametrize("when", ["before the first step", "after a step"])
-def test_loading_fills_the_locked_memory(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_fills_the_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     source = both("bf16, master")[1]
     train(source, range(2))
     saved = through_file(source.state_dict())
     target = both("bf16, master")[1]
-    if when == "after a step":
-        train(target, range(1))
     monkeypatch.setattr(_C, "carve", None)  # no further memory
     target.load_state_dict(saved)
     assert all(its == {True} for its in lies(target).values())
@@ -218,6 +224,83 @@ def test_loading_fills_the_locked_memory(when: str, monkeypatch: pytest.MonkeyPa
     train(source, range(2, 4))
     train(target, range(2, 4))
     assert snapshot(source) == snapshot(target)
+
+
+def raise_error(_: Any) -> None:
+    raise ValueError("a hook")
+
+
+@pytest.mark.parametrize("what", ["a failing hook", "an earlier dict", "a shallow copy"])
+def test_loading_overwrites_nothing(what: str) -> None:
+    """Former states remain for what still refers to them."""
+    other = both("bf16, master")[0]
+    train(other, range(3))
+    optimizers = both("bf16, master")
+    for optimizer in optimizers:
+        train(optimizer, range(2))
+        saved = optimizer.state_dict()
+        if what == "a shallow copy":
+            copy.copy(optimizer).load_state_dict(other.state_dict())
+        elif what == "an earlier dict":
+            optimizer.load_state_dict(other.state_dict())
+            optimizer.load_state_dict(saved)
+        else:
+            handle = optimizer.register_load_state_dict_post_hook(raise_error)
+            with pytest.raises(ValueError, match="a hook"):
+                optimizer.load_state_dict(other.state_dict())
+            handle.remove()
+        train(optimizer, range(2, 4))
+    assert snapshot(optimizers[0]) == snapshot(optimizers[1])
+    assert all(its == {True} for its in lies(optimizers[1]).values())
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8", "fp32_moments": ()},
+                                     {"state_fraction": 0.4}])  # fmt: skip
+def test_torchs_functions_see_one_device(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """set_optimizer_state_dict rejects a dict with tensors on two (_load_optim_state_dict)."""
+    model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 3)).bfloat16()
+    build = partial(FusedAdamW, [*model.parameters()], state_device="cpu", **options)
+    optimizer = build(master_weights="remainder")
+    train(optimizer, range(2))
+    whole = StateDictOptions(full_state_dict=True)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))
+    resumed = build(master_weights="remainder")
+    resumed.init_state()
+    seen: set[bool] = set()
+    gather = torch_state_dict._get_optim_state_dict
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        found = gather(*args, **kwargs)
+        tensors = [t for t in tree_leaves(found["state"]) if isinstance(t, torch.Tensor)]
+        seen.update(is_on_host(t) for t in tensors if t.dim())
+        return found
+
+    monkeypatch.setattr(torch_state_dict, "_get_optim_state_dict", spy)
+    set_optimizer_state_dict(model, resumed, saved, options=whole)
+    assert seen == {False}
+    weights = [p.detach().clone() for p in model.parameters()]
+    train(optimizer, range(2, 4))
+    expected = snapshot(optimizer)
+    for p, weight in zip(model.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    train(resumed, range(2, 4))
+    assert snapshot(resumed) == expected
+
+
+def test_memory_that_is_not_needed_is_freed() -> None:
+    optimizer = both("bf16, master")[1]
+    host = optimizer._storage.host
+    reserved = [weakref.ref(memory) for memory in host._reserved.values()]
+    optimizer.move_state(None)
+    assert all(ref() is None for ref in reserved)
+    optimizer.move_state("cpu")
+    assert len(host._reserved) == len(reserved)
+    params = optimizer.param_groups[0]["params"]
+    params[0] = nn.Parameter(params[0].detach().clone())
+    train(optimizer, range(1))
+    assert not host._reserved
 
 
 def test_loading_states_that_change_places() -> None:
