@@ -251,7 +251,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
         """Copies a flat state dict into the optimizers, after checking all of it.
 
         Keys of other parameters are ignored. The dict is not changed, and none of its tensors is
-        kept. docs/containers.md says how frozen parameters and options are treated.
+        kept. docs/checkpoints.md says how frozen parameters and options are treated.
 
         Raises:
             KeyError: a key is missing.

@@ -69,7 +69,7 @@ def load(
     """Loads like ``dcp.load``, but reads and checks an optimizer's entries before changing it.
 
     Call it on all ranks. The checkpoint may be from another number of ranks, or from another
-    optimizer of the same layout, torch's included; docs/containers.md says what is converted.
+    optimizer of the same layout, torch's included; docs/checkpoints.md says what is converted.
     Optimizers come first: if one does not fit on one rank, nothing changes on any, except that
     parameters may have got state of step 0. (Optimizers that cannot check first, such as
     ZeroRedundancyOptimizer, are checked when those before them have been loaded.) Other objects,

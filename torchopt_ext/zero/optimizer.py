@@ -71,7 +71,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         parameters_as_bucket_view: a rank's parameters become views of one tensor and keep strides.
         overlap_with_ddp: step inside DDP's backward, by a hook of :mod:`torchopt_ext.zero`.
         partition: "greedy" assigns whole parameters to ranks as torch does; "balanced" divides
-            communication buckets evenly, and may divide parameters (docs/zero.md).
+            communication buckets evenly, and may divide parameters (docs/zero_details.md).
         params_per_rank: each rank's parameters, instead of the greedy rule; one param group only.
         allow_mixed_dtypes: shard the parameters of each dtype separately.
         sharded_gradients: with "balanced", reduce gradients while backward runs and keep only this

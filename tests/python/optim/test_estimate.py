@@ -1,4 +1,4 @@
-"""optim/estimate.py matches the tables of docs/step.md and docs/zero.md, and real allocations."""
+"""optim/estimate.py matches the tables of docs/step.md and docs/zero*.md, and real allocations."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_step_allocates_what_was_estimated(
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_traffic_is_that_of_the_tables(world: int) -> None:
-    """Matches docs/zero.md, Traffic: FSDP gathers weights twice and reduces gradients once."""
+    """Matches zero_details.md, Traffic: FSDP gathers weights twice and reduces gradients once."""
     units = {"ddp": 2, "zero1": 3, "balanced": 2, "zero2": 2, "fsdp": 3}
     for sharding, count in units.items():
         ranks = estimate(tensors(F32), sharding=sharding, world_size=world)

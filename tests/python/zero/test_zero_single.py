@@ -142,7 +142,7 @@ def test_memory_shared_with_or_inside_a_parameter(how: str, late: bool, options:
 
 @pytest.mark.parametrize("partition", ["bucket view", "balanced"])
 def test_files_of_a_model_and_of_its_layers(partition: str, tmp_path: Path) -> None:
-    """What docs/zero.md says about torch.save: buckets are written as a whole."""
+    """What docs/zero_details.md says about torch.save: buckets are written as a whole."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
     options = PARTITIONS[partition] | ({"bucket_elements": None} if partition == "balanced" else {})
     zero = ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **options)
