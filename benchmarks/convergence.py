@@ -45,7 +45,7 @@ class Setting:
     name: str
     arguments: dict[str, Any] | None = field(default_factory=dict)  # ours; None: torch's classes
     bf16: bool = False
-    recommended: bool = True  # by docs/step.md
+    recommended: bool = True  # by docs/memory.md
     muon: bool = False  # for hidden matrices, with AdamW for the rest
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -291,7 +291,7 @@ def warn_of_lost_updates(options: Mapping[str, Any], params: Iterable[nn.Paramet
         logger.warning(
             "Parameters are %s, without master weights or stochastic rounding: updates that are "
             "small beside a weight are lost. Set master_weights, with implementation 'fused' "
-            "(docs/step.md).",
+            "(docs/memory.md).",
             " and ".join(lossy),
         )
 

@@ -52,7 +52,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     steps the model's parameters, and keeps masters in ``state[p]["master_weight"]``.
 
     Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel).
-    Masters follow weights that user code writes between steps (docs/step.md).
+    Masters follow weights that user code writes between steps (docs/between_steps.md).
 
     Args:
         optimizer: the base. In its groups, masters replace bf16 and fp16 parameters. It steps fp32
@@ -121,7 +121,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
         """Sets the masters from the parameters, or both from float32 weights.
 
         Masters follow weights that user code writes. Call this only after writes that torch does
-        not count (docs/step.md).
+        not count (docs/between_steps.md).
 
         Args:
             from_: float32 weights, as in :meth:`torchopt_ext.FusedAdamW.refresh_masters`.

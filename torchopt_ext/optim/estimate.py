@@ -51,7 +51,7 @@ class ElementBytes:
     Attributes:
         master, moments: bytes held, without the scales of 8-bit moments and states by row.
         moved: bytes moved by pass A, which measures the norm, and by pass B; every array that is
-            rewritten counts twice (docs/step.md).
+            rewritten counts twice (docs/memory.md).
     """
 
     master: int

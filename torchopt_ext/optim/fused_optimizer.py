@@ -460,8 +460,9 @@ class FusedOptimizer(HookedStep, PlacedStates):
         """Sets the master weights to the parameters' values, or sets both from float32 weights.
 
         Steps let fp32 masters follow weights that were written to. Call this after writes that
-        torch does not count (``.data``, foreach functions on DTensors; docs/step.md), and to set
-        remainders to 0.
+        torch does not count, and to set remainders to 0 (docs/between_steps.md). Such writes are
+        those through ``.data``, numpy and storages, by foreach functions on DTensors, by
+        collectives, to local tensors of detached DTensors, and of CUDA graphs.
 
         Args:
             from_: float32 weights by parameter, or by name if the optimizer was given names, such

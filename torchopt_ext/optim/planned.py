@@ -38,7 +38,7 @@ class _Built(NamedTuple):
 class PlannedStep(Controlled, Optimizer):
     """An optimizer with a plan in C++, which keeps parameters, state and options between steps.
 
-    The plan is rebuilt if a step finds other parameters or other state (docs/step.md).
+    The plan is rebuilt if a step finds other parameters or other state (docs/between_steps.md).
     """
 
     # The number of the first parameter in draws and digests (docs/numerics.md sections 8 and 9). A

@@ -1,4 +1,4 @@
-"""optim/estimate.py matches the tables of docs/step.md and docs/zero*.md, and real allocations."""
+"""optim/estimate.py matches the tables of docs/memory.md and docs/zero*.md, and real allocations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COUNT = sum(p.numel() for p in tensors(F32))
 
 @pytest.mark.parametrize(
     ("dtype", "options", "held", "moved"),
-    [  # docs/step.md, "Which weights, which moments"; held counts masters and moments
+    [  # docs/memory.md, "The settings"; held counts masters and moments
         (F32, {}, 8, 4 + 28),
         (BF16, {"master_weights": "fp32"}, 12, 2 + 28),
         (F16, {"master_weights": "fp32"}, 12, 2 + 28),
@@ -267,7 +267,7 @@ def test_a_group_has_the_defaults_of_its_algorithm_beside_the_optimizers() -> No
 
 @pytest.mark.parametrize(
     ("dtype", "options", "moved"),
-    [  # docs/step.md, "Which algorithm": direction and momentum beside weight and gradient
+    [  # docs/algorithms.md: direction and momentum beside weight and gradient
         (F32, {}, 4 + 28),
         (F32, {"norm": False}, 28),
         (BF16, {"master_weights": "remainder8", "state_dtype": BF16}, 2 + 20),
