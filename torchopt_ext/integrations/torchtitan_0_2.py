@@ -53,7 +53,7 @@ _SUFFIX = "_torchopt_ext"
 @dataclass
 @configures_step()
 class Optimizer:
-    """Additional fields of `[optimizer]`: see docs/torchtitan.md.
+    """Additional fields of `[optimizer]`: see docs/torchtitan_0_2.md.
 
     torchtitan merges them with its own fields (config/manager.py, _merge_configs).
     """
