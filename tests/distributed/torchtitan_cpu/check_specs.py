@@ -110,7 +110,7 @@ OPTIONS = {
 
 
 def check_every_option(in_file: bool) -> None:
-    """Sets all options of docs/torchtitan.md, by the command line or by a file."""
+    """Sets all options of docs/torchtitan_0_2.md, by the command line or by a file."""
     arguments = [f"--job.custom_config_module={torchtitan_0_2.__name__}"]
     lines = ["[optimizer]"]
     for name, value in (OPTIONS | {"deferred_clipping": True}).items():
@@ -127,7 +127,9 @@ def check_every_option(in_file: bool) -> None:
     ours = {field.name for field in dataclasses.fields(torchtitan_0_2.Optimizer)}
     assert ours - OPTIONS.keys() == {
         *("deferred_clipping", "max_grad_norm", "backwards_per_step", "compat", "fp32_moments"),
-        *("no_decay", "lr_multipliers"),
+        *("no_decay", "lr_multipliers", "cautious_weight_decay", "decay_follows_lr"),
+        *("muon", "adamw", "adjust_lr_fn", "ns_coefficients", "ns_steps"),
+        *("momentum", "dampening", "nesterov", "state_device", "state_fraction"),
     }
     model = nn.Linear(2, 2).bfloat16()
     builder = train_spec.get_train_spec("llama3").build_optimizers_fn
