@@ -27,7 +27,7 @@ class FusedMuon(FusedOptimizer):
     convolution is a matrix of its first dimension by the others), ``num_heads`` (a matrix is that
     many blocks of rows, or with ``head_dim=1`` of columns) and ``split_sizes`` (a matrix is blocks
     of these rows, as fused projections are). :func:`torchopt_ext.muon_groups` makes groups. Ranks
-    that share a DTensor's matrices exchange directions (docs/muon.md).
+    that share a DTensor's matrices exchange directions (docs/muon_ranks.md).
 
     Args:
         params: as in :class:`FusedOptimizer`; parameters of Muon are matrices.
