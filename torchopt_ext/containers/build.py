@@ -232,6 +232,8 @@ def read_options(config: Any) -> dict[str, Any]:
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
     options = {name: value for name in CONFIGURED if (value := read(name, None))}
     options.pop("fp32_moments", None)
+    if options.get("state_fraction") == 1.0:
+        del options["state_fraction"]
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
@@ -262,6 +264,8 @@ def ineffective(
     messages = {}
     if options.get("rounding_seed") and not options.get("stochastic_rounding"):
         messages["rounding_seed"] = "rounding_seed has no effect without stochastic_rounding"
+    if "state_fraction" in options and not options.get("state_device"):
+        messages["state_fraction"] = "state_fraction has no effect without state_device='cpu'"
     if "fp32_moments" in options and not is_8_bit(options.get("state_dtype")):
         messages["fp32_moments"] = (
             "fp32_moments has no effect without state_dtype='int8', found "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchopt_ext import _C
 from torchopt_ext._torch import dtensor_of, is_dtensor
-from torchopt_ext.state.local import inner_tensors, local_tensor
+from torchopt_ext.state.local import PLAIN, inner_tensors, local_tensor
 
 ACCELERATORS = {"cuda"}
 """Types of devices beside whose parameters states need not lie. Tests add "cpu": the memory of
@@ -92,8 +92,11 @@ def _placed(local: Tensor, param: Any) -> Any:
 
 def is_on_host(value: Any) -> bool:
     """Returns whether a tensor is in such memory."""
+    if not isinstance(value, Tensor):
+        return False
     local = local_tensor(value)
-    return bool(local.device.type == "cpu" and _C.is_host_memory(local))
+    is_plain = local.layout is torch.strided and type(local) in PLAIN
+    return bool(is_plain and local.device.type == "cpu" and _C.is_host_memory(local))
 
 
 def place_states(entries: Iterable[tuple[Any, dict[str, Any]]], storage: Any) -> None:

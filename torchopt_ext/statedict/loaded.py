@@ -206,7 +206,9 @@ def raise_problems(
 
 def _is_same_memory(value: Any, local: Tensor) -> bool:
     """Returns whether a value is the parameter, which stood for an entry not in the dict."""
-    return type(value) in PLAIN and value.numel() > 0 and value.data_ptr() == local.data_ptr()
+    if type(value) not in PLAIN or value.layout is not torch.strided or value.numel() == 0:
+        return False
+    return bool(value.layout == local.layout and value.data_ptr() == local.data_ptr() != 0)
 
 
 def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
