@@ -1,4 +1,4 @@
-"""optim/estimate.py matches the tables of docs/memory.md and docs/zero*.md, and real allocations."""
+"""optim/estimate.py matches the tables of docs/memory.md, docs/zero*.md and real allocations."""
 
 from __future__ import annotations
 
