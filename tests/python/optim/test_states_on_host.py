@@ -169,7 +169,7 @@ def test_memory_is_locked_in_the_constructor(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not HOST_CUDA, reason="locks pages only with the CUDA back end")
 def test_an_optimizer_without_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_CUDA_NO_LOCKS", "1")
-    with pytest.raises(RuntimeError, match="cannot lock 128 bytes"):
+    with pytest.raises(RuntimeError, match=r"cannot lock \d+ bytes"):
         FusedAdamW(make_params([(3, 4)]), state_device="cpu")
     optimizer = FusedAdamW(make_params([(3, 4)]))
     train(optimizer, range(1))
