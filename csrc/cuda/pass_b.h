@@ -10,7 +10,7 @@ namespace {
 template <Kind kKind>
 using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, UpdateChunk<kKind>>;
 
-// Updates a block's chunks, which must be of tensors of this kind. Blocks on a multiprocessor: four
+// Updates a block's chunk, which must be of a tensor of this kind. Blocks on a multiprocessor: four
 // where registers suffice, with 64 to 112 bytes of loads in flight in each thread. On an H100 four
 // blocks took a tenth less time than three over 2,000 tensors of 1,000, and 2 % less over large
 // tensors in chunks of one or two iterations of a block (passes.cpp). With 8-bit moments three took
@@ -20,23 +20,19 @@ using ChunkOf = std::conditional_t<is_quantized(kKind), QuantizedChunk<kKind>, U
 template <int kKind>
 struct UpdateKernel : KernelOf<kUpdateThreads, kTraits<Kind{kKind}>.blocks> {
   UpdateArgs args;
-  int64_t chunk_count;
 
   template <class Cta>
   TORCHOPT_HD void operator()(const Cta& cta) const {
-    for (int64_t i = cta.block; i < chunk_count; i += cta.blocks) {
-      const Chunk chunk = args.chunks[i];
-      if (args.steps[chunk.tensor].grad != nullptr) {
-        update_chunk(cta, ChunkOf<Kind{kKind}>(args, chunk));
-      }
+    const Chunk chunk = args.chunks[cta.block];
+    if (args.steps[chunk.tensor].grad != nullptr) {
+      update_chunk(cta, ChunkOf<Kind{kKind}>(args, chunk));
     }
   }
 };
 
 }  // namespace
 
-// Must run once for each kind that tensors have. Each block takes every `blocks`-th chunk.
-void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, int64_t blocks,
-                   CUstream_st* stream);
+// Must run once for each kind that tensors have.
+void launch_update(Kind kind, const UpdateArgs& args, int64_t chunk_count, CUstream_st* stream);
 
 }  // namespace torchopt_ext

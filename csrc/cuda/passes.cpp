@@ -41,13 +41,6 @@ int64_t update_chunk_elements(const TensorWork& tensor) {
   return element_size(tensor.layout.state) == 2 ? kUpdateChunk16 : kUpdateChunk;
 }
 
-// Blocks of threads over state on the host. A link moves little beside the device's own memory, so
-// few multiprocessors keep it busy (55 GB/s with a latency of 1.5 us is 83 KB under way, and a
-// multiprocessor has 40 to 100 KB) and leave the others to other streams.
-constexpr int64_t kBlocksOverLink = 64;
-
-constexpr size_t kLaunches = 2 * kKinds;
-
 // The tables that the passes over a work list keep on its device.
 struct CudaTables {
   DeviceTable tensors;
@@ -55,8 +48,8 @@ struct CudaTables {
   DeviceTable norm_chunks;
   std::vector<int64_t> first_norm_chunk;  // by range of kMostTensors tensors
   DeviceTable chunks;
-  std::array<int64_t, kLaunches + 1> first_chunk{};  // by kind, and by whether state is on the host
-  DeviceTable first_of_tensor;                       // for tracking: the first chunk of each tensor
+  std::array<int64_t, kKinds + 1> first_chunk{};  // by kind
+  DeviceTable first_of_tensor;                    // for tracking: the first chunk of each tensor
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
@@ -76,14 +69,12 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
     return;
   }
   std::vector<Chunk> chunks;
-  for (size_t k = 0; k < kLaunches; ++k) {
+  for (size_t kind = 0; kind < kKinds; ++kind) {
     const auto elements = [=](const TensorWork& tensor) {
-      return 2 * static_cast<size_t>(tensor.kind) + static_cast<size_t>(tensor.on_host) == k
-                 ? update_chunk_elements(tensor)
-                 : 0;
+      return static_cast<size_t>(tensor.kind) == kind ? update_chunk_elements(tensor) : 0;
     };
     add_plain_chunks(work.tensors, elements, chunks);
-    tables.first_chunk[k + 1] = static_cast<int64_t>(chunks.size());
+    tables.first_chunk[kind + 1] = static_cast<int64_t>(chunks.size());
   }
   tables.chunks.upload(chunks, stream);
 }
@@ -284,11 +275,10 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
     launch_tracked(work, tables, args, traces, stream);
     return;
   }
-  for (size_t k = 0; k < kLaunches; ++k) {
-    const int64_t count = tables.first_chunk[k + 1] - tables.first_chunk[k];
+  for (size_t kind = 0; kind < kKinds; ++kind) {
+    const int64_t count = tables.first_chunk[kind + 1] - tables.first_chunk[kind];
     if (count > 0) {
-      const int64_t blocks = k % 2 == 0 ? count : std::min(count, kBlocksOverLink);
-      launch_update(static_cast<Kind>(k / 2), args, count, blocks, stream);
+      launch_update(static_cast<Kind>(kind), args, count, stream);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
       args.chunks += count;
     }

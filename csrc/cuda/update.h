@@ -43,8 +43,8 @@ struct TensorStep {
 // Pointers are to device memory.
 struct UpdateArgs {
   const TensorWork* tensors;  // their gradients are in `steps`
-  const Chunk* chunks;
-  TensorStep* steps;  // one for each tensor
+  const Chunk* chunks;        // one for each block
+  TensorStep* steps;          // one for each tensor
   const Control* control;
   StepOptions options;
 };

@@ -91,7 +91,6 @@ struct TensorWork {
   // dimensions; 0 if it is not.
   int64_t rows;
   int64_t gap;
-  bool on_host;  // a GPU reads arrays through the link (work/host_memory.h)
 };
 
 namespace {

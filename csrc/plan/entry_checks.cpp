@@ -8,7 +8,6 @@
 #include "plan/step_plan.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
-#include "work/host_memory.h"
 
 namespace torchopt_ext {
 namespace {
@@ -94,7 +93,6 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   for (size_t array = 0; array < kPersistentArrays; ++array) {
     work.memory[array] = writable(array == kParam ? dense : tensors[array]);
   }
-  work.on_host = std::any_of(work.memory + kState, work.memory + kScale, is_host_memory);
   work.numel = reals_per_element(dense) * dense.numel();
   work.row_length = row_length(dense);
   work.layout = {.param = dtype_of(dense),

@@ -16,7 +16,6 @@
 #include "kernels/control.h"
 #include "kernels/quantize.h"
 #include "plan/normalize_rows.h"
-#include "work/host_memory.h"
 
 namespace torchopt_ext {
 namespace {
@@ -142,7 +141,6 @@ void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t inde
   for (int k = 0; k < kMostStates; ++k) {
     apply.memory[state_array(k)] = nullptr;
   }
-  apply.on_host = is_host_memory(apply.memory[kMaster]);
   apply.kind = kind_of(kNumberOf<Sgd>, apply.layout, bucket.apply.work.options, whole_groups);
   const auto add_applied = [&](int64_t begin, int64_t count, double lr_scale) {
     TensorWork part = apply;

@@ -295,8 +295,7 @@ inline Report step_as_cuda(Tensor& tensor, const Group& group, const Control& co
   const TraceArgs traces{first_chunks, report.chunks.data(), report.norms.data(), &report.lost};
   if (options.track == 0) {
     with_kind(tensor.work.kind, [&](auto constant) {
-      run_on_host(UpdateKernel<static_cast<int>(constant())>{{}, args, blocks}, (blocks + 1) / 2,
-                  threads);  // as over a link: a block takes several chunks
+      run_on_host(UpdateKernel<static_cast<int>(constant())>{{}, args}, blocks, threads);
     });
     return report;
   }
