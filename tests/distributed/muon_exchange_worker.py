@@ -46,7 +46,15 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.muon_worker import ROWS, WHOLE, Run, counted_bytes, layouts, placed
+from tests.distributed.muon_worker import (
+    ROWS,
+    WHOLE,
+    Run,
+    counted_bytes,
+    failing_transfer,
+    layouts,
+    placed,
+)
 from tests.support.compare import assert_same_bits, snapshot
 from tests.support.problems import set_gradients
 from tests.support.ranks import full_tensor, gathered, run_cases
@@ -235,21 +243,13 @@ def equal_ranks_refuse_gradients_of_some(build: Any) -> None:
 
 
 def a_failing_transfer_names_what_was_stepped(build: Any) -> None:
-    send, matrices = dist.all_to_all_single, range(9)
-    for number in (1, 4, 6):  # on all ranks alike: no rank waits
+    matrices = range(9)
+    for number in (1, 4, 6):
         run = Run(build=build).train(0)
         before = [weight.clone() for weight in run.weights()]
         run.set_gradients(1)
-        calls: list[int] = []
-
-        def failing(*args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
-            calls.append(1)
-            if len(calls) == number:
-                raise RuntimeError("no route")
-            return send(*args, **more)
-
         with (
-            mock.patch.object(dist, "all_to_all_single", failing),
+            failing_transfer(number),
             pytest.raises(RuntimeError, match=r"no route.* Load a checkpoint") as raised,
         ):
             run.optimizer.step()

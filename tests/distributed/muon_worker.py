@@ -255,9 +255,23 @@ def meshes_may_be_equal_or_cross() -> None:
             ours.step()
 
 
+@contextmanager
+def failing_transfer(number: int) -> Iterator[None]:
+    """Makes a transfer fail, counted from 1: on all ranks alike, so that no rank waits."""
+    send, calls = dist.all_to_all_single, list[int]()
+
+    def failing(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise RuntimeError("no route")
+        return send(*args, **more)
+
+    with mock.patch.object(dist, "all_to_all_single", failing):
+        yield
+
+
 def a_failing_transfer_names_what_was_stepped() -> None:
-    send = dist.all_to_all_single
-    for number in range(1, 9):  # on all ranks alike: no rank waits
+    for number in range(1, 9):
         run = Run(placed(*layouts()["rows"]), "NorMuon, fp32").train(0)
         run.set_gradients(1)
 
@@ -267,16 +281,8 @@ def a_failing_transfer_names_what_was_stepped() -> None:
             return [[full_tensor(tensor).clone() for tensor in tensors] for tensors in kept]
 
         before = held()
-        calls: list[int] = []
-
-        def failing(*args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
-            calls.append(1)
-            if len(calls) == number:
-                raise RuntimeError("no route")
-            return send(*args, **more)
-
         with (
-            mock.patch.object(dist, "all_to_all_single", failing),
+            failing_transfer(number),
             pytest.raises(RuntimeError, match="no route") as raised,
         ):
             run.optimizer.step()

@@ -11,7 +11,7 @@ from torch import nn
 from torchopt_ext import FusedMuon
 
 from .support import bits, carved, make_params, marks, on, set_gradients
-from .test_host import calls_of, change, lr_tensor
+from .test_host import calls_of, change, lr_tensor, step_without_waiting
 
 pytestmark = marks
 
@@ -39,13 +39,7 @@ def warmed_up(**options: Any) -> tuple[list[nn.Parameter], FusedMuon]:
 @pytest.mark.parametrize("group", [{}, {"beta2": 0.95}], ids=["muon", "normuon"])
 def test_a_step_does_not_wait_for_the_device(group: dict[str, Any], kwargs: dict[str, Any]) -> None:
     params, optimizer = warmed_up(**group, **kwargs)
-    set_gradients(params, 2)  # elsewhere in memory
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    step_without_waiting(params, optimizer)
 
 
 def test_a_step_has_few_launches() -> None:

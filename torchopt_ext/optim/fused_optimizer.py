@@ -363,13 +363,13 @@ class FusedOptimizer(HookedStep, PlacedStates):
         """
         self._wait_for_states()
         state = dict(loaded.foreign)
-        slots = [slot for slot in loaded.slots if slot.entry]
-        for slot, entry in zip(slots, [*map(self._kept, slots)], strict=True):
-            held = self.state.get(slot.param, {})
-            state[slot.param] = {
-                name: converted(name, value, slot.param, self._storage, held.get(name))
-                for name, value in entry.items()
-            }
+        for slot in loaded.slots:
+            if slot.entry:
+                held = self.state.get(slot.param, {})
+                state[slot.param] = {
+                    name: converted(name, value, slot.param, self._storage, held.get(name))
+                    for name, value in self._kept(slot).items()
+                }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
         self.load_control(control)
         self._marks = {}  # the next step compares loaded masters with the weights
@@ -430,9 +430,8 @@ class FusedOptimizer(HookedStep, PlacedStates):
         portable = super().__getstate__() | kept
         return portable | {
             "state": defaultdict(dict, with_own_steps(portable["state"])),
-            "_storage": replace(
-                self._storage, fp32_moments=frozenset(), host=HostMemory()
-            ),  # looks again
+            # A copy looks again for embeddings, and its first step takes memory on the host.
+            "_storage": replace(self._storage, fp32_moments=frozenset(), host=HostMemory()),
             "_fp32_moments": self._fp32_moments,
             "_fp32_places": self._fp32_places,
             "_options": self._options,

@@ -12,7 +12,7 @@ from torchopt_ext.optim.param_states import moments_of
 from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.entries import MASTERS
-from torchopt_ext.state.host_memory import Need, is_on_host, place_states, wait
+from torchopt_ext.state.host_memory import Need, is_on_host, place_states
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.storage import Storage, is_steppable
@@ -70,23 +70,23 @@ class PlacedStates(PlannedStep):
 
     def _wait_for_states(self) -> None:
         """Waits for steps on GPUs that may still write states on the host."""
-        wait((param for param, _ in self._entries()), self._storage)
+        if self._storage.state_device is not None:
+            for device in {local_tensor(param).device for param, _ in self._entries()}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
 
     @property
     def host_bytes(self) -> int:
         """The bytes of the states that lie in page-locked memory of the host."""
         values = (value for _, state in self._entries() for value in state.values())
-        tensors = (value for value in values if isinstance(value, Tensor) and is_on_host(value))
-        return sum(local_tensor(value).nbytes for value in tensors)
+        return sum(local_tensor(value).nbytes for value in values if is_on_host(value))
 
 
 def _needs(optimizer: Any) -> Iterator[Need]:
     """Yields the entries by element of all parameters that a step may update, in their order."""
     storage: Storage = optimizer._storage
     for _, group, _, param in named_group_params(optimizer):
-        if not param.requires_grad or param.is_meta or not is_steppable(param):
-            continue
-        if torch.nn.parameter.is_lazy(param):
+        if not (param.requires_grad and is_steppable(param)) or torch.nn.parameter.is_lazy(param):
             continue
         entries = dict(moments_of(group, param, storage))
         if kept := storage.master_of(param):

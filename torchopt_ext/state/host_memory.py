@@ -5,7 +5,7 @@ Each entry of the states has one allocation a device: locking pages takes millis
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,6 @@ class HostMemory:
         ids = {id(param) for param in params}
         self._reserved = {key: memory for key, memory in self._reserved.items() if key[0] in ids}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
 
 def _allocated(needs: Sequence[Need]) -> list[Tensor]:
     """Returns zeros with the layouts of the parameters' local tensors, in the host's memory."""
@@ -114,7 +108,7 @@ def place_states(entries: Iterable[tuple[Any, dict[str, Any]]], storage: Any) ->
                 continue
             if not on_host:
                 moved.append((state, name, torch.zeros_like(param, dtype=value.dtype)))
-            elif name in storage.entries_kept(param, state):
+            elif storage.keeps(param, name):
                 to_host.append((state, Need(param, name, local_tensor(value).dtype)))
     memory = storage.host.take([need for _, need in to_host])
     moved += [(state, need.name, new) for (state, need), new in zip(to_host, memory, strict=True)]
@@ -129,11 +123,3 @@ def _may_move(value: Any, param: Any) -> bool:
     local = local_tensor(value)
     dense = local.layout is torch.strided and not local.is_meta and not inner_tensors(local)
     return dense and is_dtensor(value) == is_dtensor(param)
-
-
-def wait(params: Iterable[Any], storage: Any) -> None:
-    """Waits for the GPUs of parameters whose states the host is about to read or write."""
-    if storage.state_device is not None:
-        for device in {local_tensor(param).device for param in params}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)

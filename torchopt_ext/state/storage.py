@@ -90,10 +90,9 @@ class Storage:
         """Returns the entries that have a value for each element: only these lie on the host."""
         return [name for name in names if name in _BY_ELEMENT]
 
-    def entries_kept(self, param: Tensor, names: Iterable[str]) -> list[str]:
-        """Returns entries without the masters and remainders that the next step converts."""
-        kept = self.master_of(param)
-        return [name for name in names if name == kept or name not in MASTER_WEIGHTS.values()]
+    def keeps(self, param: Tensor, name: str) -> bool:
+        """Returns whether an entry is no master or remainder that the next step converts."""
+        return name == self.master_of(param) or name not in MASTER_WEIGHTS.values()
 
     def zeros(self, param: Tensor, name: str, dtype: torch.dtype) -> Any:
         """Returns zeros for an entry with a value for each element."""
