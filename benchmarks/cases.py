@@ -11,6 +11,7 @@ from harness import Case, Group
 from roofline import OBJECTS, in_turn, loop_case, objects_case
 from shapes import Shapes
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchopt_ext import FusedAdamW, FusedLion, FusedSGD, GradScaler, digest
 
@@ -18,6 +19,7 @@ Calls = dict[str, Callable[[], object]]
 
 OURS, FUSED, FOREACH = "torchopt_ext", "torch fused", "torch foreach"
 STEP, CLIP, SCALER = "step", "clip+step", "scaler+clip+step"
+AVERAGED, TORCH_AVERAGED = f"{OURS}, average", f"{FUSED} + AveragedModel"
 MAX_NORM = 1.0
 # With any other scale, unscaling the same gradients repeatedly would end in subnormals, which are
 # slow. The growth interval keeps the scale from growing.
@@ -192,6 +194,28 @@ def build_tracked(name: str, shapes: Shapes) -> Group:
 
     cases.append(Case(f"{OURS}, then a digest", CLIP, step_and_digest, BYTES[OURS, CLIP] + 12))
     return Group(name, shapes, cases, baseline=OURS)
+
+
+def build_averaged(name: str, shapes: Shapes) -> Group:
+    """Builds steps that keep a moving average of the weights, and ours alone."""
+    gradients = gradients_of(shapes, torch.float32, "cpu")
+    alone = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM)
+    ours = FusedAdamW(params_with(gradients), max_grad_norm=MAX_NORM, ema_decay=0.999)
+    params = params_with(gradients)
+    clipped = partial(clip_and_step, params, torch.optim.AdamW(params, fused=True))
+    model = nn.ParameterList(params)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+
+    def step_and_average() -> None:
+        clipped()
+        average.update_parameters(model)
+
+    cases = [
+        Case(OURS, CLIP, alone.step, BYTES[OURS, CLIP]),
+        Case(AVERAGED, CLIP, ours.step, BYTES[OURS, CLIP] + 8),
+        Case(TORCH_AVERAGED, CLIP, step_and_average, BYTES[FUSED, CLIP] + 12),
+    ]
+    return Group(name, shapes, cases, baseline=TORCH_AVERAGED)
 
 
 # Ours, torch's class if there is one, options, and states.

@@ -10,7 +10,17 @@ from functools import partial
 import harness
 import peers
 from bf16_cases import build_masters, build_plain
-from cases import CLIP, FUSED, OURS, SCALER, STEP, build_algorithms, build_fp32, build_tracked
+from cases import (
+    CLIP,
+    FUSED,
+    OURS,
+    SCALER,
+    STEP,
+    build_algorithms,
+    build_averaged,
+    build_fp32,
+    build_tracked,
+)
 from in_backward import build_backward
 from shapes import FEWER, GPT2, LARGE, ONES, QUICK_SETS, SETS, SMALL, Shapes
 from targets import target_lines
@@ -32,6 +42,7 @@ def cpu_builds(sets: dict[str, Shapes]) -> list[Build]:
         partial(build_masters, f"{GPT2}, bf16", sets[GPT2]),
         partial(build_plain, f"{GPT2}, bf16 throughout", sets[GPT2]),
         partial(build_tracked, f"{GPT2}, tracked", sets[GPT2]),
+        partial(build_averaged, f"{GPT2}, averages", sets[GPT2]),
         partial(build_backward, f"{FEWER[1]}, in backward", sets[FEWER[1]]),
         *[
             partial(peers.build_peer, peer, name, sets[name])

@@ -22,6 +22,11 @@ struct KernelTable {
   ChunkTrace (*traced)(const KernelTable& table, const TensorScalars&, const TensorWork&,
                        const StepOptions&, int64_t begin, int64_t end);
 
+  // Updates the moving average of elements [begin, end) of a tensor's weights, where `weight` is
+  // the weight of the new values. The second one is of float64 tensors.
+  void (*average[2])(const TensorWork&, const StepOptions&, int64_t begin, int64_t end,
+                     double weight);
+
   // Pass A on a chunk (make_chunks), indexed by DType: adds the squares of n elements. `row_length`
   // is the tensor's. Prefetches `next`, which pass A reads soon, unless it is null.
   void (*add_squares[kDTypes])(const void* x, int64_t n, int64_t row_length, const void* next,

@@ -12,6 +12,7 @@
 #include "cpu/quantized_loop.h"
 #include "cpu/traced.h"
 #include "cpu/update_loop.h"
+#include "kernels/average.h"
 #include "kernels/scaled_copy.h"
 #if defined(__AVX512F__)
 #include "cpu/lane_avx512.h"
@@ -94,6 +95,43 @@ int64_t update(const TensorScalars& scalars, const TensorWork& work, const StepO
   return trace.lost();
 }
 
+template <class L>
+void average(const TensorWork& work, const StepOptions& options, int64_t begin, int64_t end,
+             double weight) {
+  using Scalar = ScalarLane<typename L::scalar>;
+  const AverageScalars<typename L::scalar> scalars(weight);
+  const TensorWork copy = work;  // stays in registers: stores may alias `work`
+  const auto loop = [&](int64_t first, int64_t last, const Draws* draws)
+      __attribute__((always_inline)) {
+    int64_t i = first;
+    const auto at = [&](const auto& lane) __attribute__((always_inline)) {
+      using Lane = std::remove_cvref_t<decltype(lane)>;
+      const ElementsAt<Lane> elements{lane, copy.layout, copy.memory, i};
+      if constexpr (Lane::has_narrow_types) {
+        const auto random = draws != nullptr ? draws->of<Lane>(i - first) : typename Lane::Random{};
+        average_elements(elements, copy.ema, scalars, draws != nullptr ? &random : nullptr);
+      } else {
+        average_elements(elements, copy.ema, scalars, static_cast<const Draws*>(nullptr));
+      }
+    };
+    for (; i + L::width <= last; i += L::width) {
+      at(L{});
+    }
+    for (; i < last; ++i) {
+      at(Scalar{});
+    }
+  };
+  if (!rounds_average(work)) {
+    loop(begin, end, nullptr);
+    return;
+  }
+  for_each_run(work, begin, end, [&](int64_t first, int64_t last, uint64_t number) {
+    const Draws draws{rounding_stream(average_key(options, work), number),
+                      static_cast<uint32_t>(number)};
+    loop(first, last, &draws);
+  });
+}
+
 template <class T>
 void add_squares(const void* memory, int64_t n, int64_t row_length, const void* next,
                  ExactAccumulator& acc) {
@@ -138,6 +176,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kNumbers...>) {
       .name = kName,
       .update = {update<Kind{kNumbers}>...},
       .traced = traced_update,
+      .average = {average<FloatLane>, average<DoubleLane>},
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
                       add_squares<Float16>},

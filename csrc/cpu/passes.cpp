@@ -203,16 +203,19 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
       const Chunk& chunk = work.chunks[i];
       const auto t = static_cast<size_t>(chunk.tensor);
       const TensorWork& tensor = work.tensors[t];
-      if (tensor.memory[kGrad] == nullptr) {
-        continue;
+      if (tensor.memory[kGrad] != nullptr) {
+        const TensorScalars& values = all[index[t]].values;
+        if (chunk_traces != nullptr) {
+          chunk_traces[i] =
+              kernels().traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
+        } else {
+          kernels().update[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
+                                                          chunk.end(), /*change=*/nullptr);
+        }
       }
-      const TensorScalars& values = all[index[t]].values;
-      if (chunk_traces != nullptr) {
-        chunk_traces[i] =
-            kernels().traced(kernels(), values, tensor, options, chunk.begin, chunk.end());
-      } else {
-        kernels().update[static_cast<int>(tensor.kind)](values, tensor, options, chunk.begin,
-                                                        chunk.end(), /*change=*/nullptr);
+      if (tensor.memory[kEma] != nullptr) {
+        kernels().average[is_double(tensor.kind) ? 1 : 0](tensor, options, chunk.begin, chunk.end(),
+                                                          decision.ema_weight);
       }
     }
     if (options.past_caches) {

@@ -44,6 +44,10 @@ struct Control {
   double schedule_generation;
   // The number of matrices that the last step orthogonalized.
   double orthogonalized;
+  // Moving average of the weights (average.h): its settings, then the last decision.
+  double ema_decay;   // of one step; less than 0: no average is kept
+  double ema_warmup;  // 1: the first steps decay less
+  double ema_weight;  // the weight of the new values: 1 - the decay
 };
 inline constexpr int kControlSize = sizeof(Control) / sizeof(double);
 
@@ -100,6 +104,19 @@ TORCHOPT_HD inline double scheduled_lr_factor(const Control& control) {
   return lr_factor(schedule, control.steps - control.skipped_steps);
 }
 
+// Returns the weight of the new values in a moving average after `updates` updates. With warmup the
+// decay is at most (1 + t) / (10 + t), where t counts updates from 0 on, and 0 at first, as in
+// diffusers (EMAModel.get_decay in training_utils.py).
+TORCHOPT_HD inline double weight_in_average(const Control& control, double updates) {
+  using L = ScalarLane<double>;
+  double decay = control.ema_decay;
+  if (control.ema_warmup != 0.0) {
+    const double most = updates > 0.0 ? L::div(L::add(1.0, updates), L::add(10.0, updates)) : 0.0;
+    decay = most < decay ? most : decay;
+  }
+  return L::sub(1.0, decay);
+}
+
 // Decides about a step. `total` is the accumulator's total. grad_scale and found_inf are the values
 // that a gradient scaler passes to an optimizer, or null. Without grad_scale the block's own loss
 // scale is used, and follows the overflows if it is dynamic.
@@ -122,6 +139,7 @@ TORCHOPT_HD inline void control_update(Control& control, double total, const flo
   if (control.scheduled != 0.0) {
     control.lr_factor = scheduled_lr_factor(control);
   }
+  control.ema_weight = weight_in_average(control, L::sub(control.steps, control.skipped_steps));
   // If 1 / scale overflows a float, unscaling would turn finite gradients into infinities.
   const auto largest = static_cast<double>(largest_finite<float>);
   const bool unscales = inverse <= largest && inverse >= -largest;

@@ -11,6 +11,7 @@ enum Array {
   kParam,
   kState,  // the first of kMostStates
   kMaster = kState + 3,
+  kEma,    // the moving average of the weight (average.h)
   kScale,  // the first of kMostMoments: scales of 8-bit moments, one for each group (quantize.h)
   kStep = kScale + 2,
   kGrad,
@@ -18,7 +19,7 @@ enum Array {
 };
 inline constexpr int kMostStates = kMaster - kState;
 inline constexpr int kMostMoments = kStep - kScale;  // of 8 bits: the first states
-inline constexpr int kElementArrays = kScale;        // kParam to kMaster: per-element arrays
+inline constexpr int kElementArrays = kEma;          // kParam to kMaster: what formulas work on
 inline constexpr int kPersistentArrays = kGrad;      // kParam to kStep: arrays kept between steps
 
 // Static, as everything that the kernels' objects of each instruction set compile for themselves.
@@ -77,6 +78,7 @@ struct TensorWork {
   int64_t numel;
   int64_t row_length;  // the unit that blocks never cross: block_rule.h
   Layout layout;
+  DType ema;  // the dtype of kEma
   Kind kind;
   int32_t group;  // index of the tensor's hyperparameters
   // The whole parameter's index and this shard's place in it. Draws and digests depend on them and
@@ -110,7 +112,8 @@ TORCHOPT_HD constexpr int64_t element_size(const Layout& layout, int array) {
 
 // Returns the address of an element of a per-element array.
 TORCHOPT_HD inline char* element(const TensorWork& work, int array, int64_t i) {
-  return static_cast<char*>(work.memory[array]) + i * element_size(work.layout, array);
+  const int64_t size = array == kEma ? element_size(work.ema) : element_size(work.layout, array);
+  return static_cast<char*>(work.memory[array]) + i * size;
 }
 
 // Calls visit(k) for the states that are present.

@@ -46,6 +46,18 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
   check_state_matches(master, what, param, param_what);
 }
 
+void check_average(const at::Tensor& average, const Label& what, const at::Tensor& param,
+                   const Label& param_what) {
+  const at::ScalarType dtype = average.scalar_type();
+  const bool narrows = param.scalar_type() == at::kFloat || is_16_bit(param.scalar_type());
+  const bool fits =
+      narrows ? dtype == at::kFloat || dtype == at::kBFloat16 : dtype == param.scalar_type();
+  TORCH_CHECK(fits, what, " has dtype ", dtype, ", ", param_what, " ", param.scalar_type(),
+              "; expected float32 or bfloat16, or the parameter's dtype for wider ones");
+  check_memory(average, what);
+  check_state_matches(average, what, param, param_what);
+}
+
 // Returns the length of a parameter's rows. 8-bit moments need contiguous rows of at least one
 // group's elements.
 int64_t checked_row(const at::Tensor& dense, const Label& what) {
@@ -83,6 +95,9 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
   if (tensors[kMaster].defined()) {
     check_master(tensors[kMaster], what(kMaster, i), dense, param_what);
   }
+  if (tensors[kEma].defined()) {
+    check_average(tensors[kEma], what(kEma, i), dense, param_what);
+  }
   const at::Tensor& step = tensors[kStep];
   TORCH_CHECK(step.defined() && step.scalar_type() == at::kFloat && step.numel() == 1 &&
                   step.device() == device_,
@@ -100,6 +115,7 @@ void StepPlan::check_entry(size_t i, const Tensors& tensors) {
                  .state = DType::kFloat32,
                  .master = master_of(tensors[kMaster]),
                  .states = 0};
+  work.ema = tensors[kEma].defined() ? dtype_of(tensors[kEma]) : DType::kFloat32;
   const auto states = declaration_of(names_[i].algorithm).states;
   Record& record = records_[i];
   record.by_row = 0;

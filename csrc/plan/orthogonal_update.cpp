@@ -131,6 +131,7 @@ void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t inde
   average.layout.param = direction;
   average.layout.master = Master::kNone;
   average.memory[kMaster] = nullptr;
+  average.memory[kEma] = nullptr;
   const bool whole_groups = device_.is_cuda() || tensor.row_length % kQuantGroup == 0;
   average.kind = kind_of(kNumberOf<Muon>, average.layout, options_, whole_groups);
 
@@ -144,7 +145,7 @@ void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t inde
   apply.kind = kind_of(kNumberOf<Sgd>, apply.layout, bucket.apply.work.options, whole_groups);
   const auto add_applied = [&](int64_t begin, int64_t count, double lr_scale) {
     TensorWork part = apply;
-    for (const Array array : {kParam, kMaster}) {
+    for (const Array array : {kParam, kMaster, kEma}) {
       if (part.memory[array] != nullptr) {
         part.memory[array] = element(apply, array, begin);
       }

@@ -84,6 +84,8 @@ Label StepPlan::what(size_t array, size_t i) const {
       return {is_copied(i) ? "low-precision copy" : "parameter", position, &name};
     case kMaster:
       return {is_copied(i) ? "parameter" : "master weight", position, &name};
+    case kEma:
+      return {"ema_weight", position, &name};
     case kStep:
       return {"state step", position, &name};
     case kGrad:

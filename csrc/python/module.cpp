@@ -54,7 +54,10 @@ constexpr std::pair<const char*, double Control::*> kControlFields[kControlSize]
     {"decay_type", &Control::decay_type},
     {"min_lr_factor", &Control::min_lr_factor},
     {"schedule_generation", &Control::schedule_generation},
-    {"orthogonalized", &Control::orthogonalized}};
+    {"orthogonalized", &Control::orthogonalized},
+    {"ema_decay", &Control::ema_decay},
+    {"ema_warmup", &Control::ema_warmup},
+    {"ema_weight", &Control::ema_weight}};
 static_assert([] {
   Control numbered{};
   std::array<double, kControlSize> expected{};

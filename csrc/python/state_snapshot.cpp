@@ -17,7 +17,7 @@ PyObject* interned(const std::string& name) { return PyUnicode_InternFromString(
 // The names of the state entries that a step reads. Users may keep and replace other entries at
 // will.
 const std::vector<PyObject*> kNames = [] {
-  std::set<std::string> names{"step", "master_weight", "remainder", "remainder8"};
+  std::set<std::string> names{"step", "master_weight", "remainder", "remainder8", "ema_weight"};
   for_each_algorithm([&](auto a) {
     for (const StateSpec& state : decltype(a)::kStates) {
       const std::string name = state.name;

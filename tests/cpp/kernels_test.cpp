@@ -12,7 +12,8 @@ namespace {
 // Compares all kernels with the CPU's scalar kernels.
 void expect_same_bits(const Case& c, int variant) {
   const Group hyper = hyper_of(variant, c.algorithm);
-  const Control control = control_of_a_step();
+  Control control = control_of_a_step();
+  control.ema_weight = variant % 3 == 0 ? 0.7 : 0.1;
   const Tensor start(c);
   Tensor expected = start;
   const Report expected_report = step_on_cpu(default_kernels(), expected, hyper, control);
@@ -74,6 +75,8 @@ TEST_P(Every, SameBitsHoweverAStepIsMade) {
         }
         c.row_length = numel;
         c.seed = static_cast<unsigned>(variant);
+        c.averages = variant % 2 == 0 && !declaration_of(c.algorithm).writes_direction;
+        c.ema = variant % 4 == 0 ? DType::kBFloat16 : DType::kFloat32;
         for (size_t a = 0; a < c.offsets.size(); ++a) {
           c.offsets[a] = variant % 3 == 0 ? 0 : variant * static_cast<int64_t>(a + 1) % 16;
         }

@@ -24,6 +24,8 @@ struct Case {
   int64_t row_length = 1;
   unsigned seed = 1;
   int64_t first_element = 0;  // place of the tensor in its parameter
+  bool averages = false;      // keeps a moving average of the weight
+  DType ema = DType::kFloat32;
   // Where each array starts in its allocation, in elements, by Array; ignored for scales.
   std::array<int64_t, kArrays> offsets{};
 };
@@ -50,7 +52,8 @@ inline std::string describe(const Case& c) {
        << static_cast<int>(c.layout.state) << " master " << static_cast<int>(c.layout.master)
        << " states " << c.layout.states << " random " << c.options.stochastic_rounding
        << " write back " << c.options.write_back_gradients << " track " << c.options.track
-       << " rows " << c.rows << " x " << c.row_length << " offsets";
+       << " average " << c.averages << " of " << static_cast<int>(c.ema) << " rows " << c.rows
+       << " x " << c.row_length << " offsets";
   for (const int64_t offset : c.offsets) {
     text << " " << offset;
   }
@@ -91,10 +94,11 @@ class Tensor {
     const int64_t n = c.rows * c.row_length;
     Layout& held = case_.layout;
     held.states |= required_states(c.algorithm);
-    const DType dtypes[] = {held.param,      held.state,      held.state,
-                            held.state,      DType::kFloat32, DType::kFloat32,
-                            DType::kFloat32, DType::kFloat32, held.grad};
-    const int spreads[] = {2, 10, 10, 10, 2, 8, 8, 2, 12};
+    const DType ema = held.param == DType::kFloat64 ? held.param : c.ema;
+    const DType dtypes[] = {held.param,      held.state, held.state,      held.state,
+                            DType::kFloat32, ema,        DType::kFloat32, DType::kFloat32,
+                            DType::kFloat32, held.grad};
+    const int spreads[] = {2, 10, 10, 10, 2, 2, 8, 8, 2, 12};
     for (unsigned a = 0; a < kArrays; ++a) {
       size_[a] = element_size(dtypes[a]);
       memory_[a] = random_elements(dtypes[a], n + kSlack, spreads[a], c.seed + a);
@@ -114,6 +118,7 @@ class Tensor {
     work.numel = n;
     work.row_length = c.row_length;
     work.layout = held;
+    work.ema = ema;
     work.kind = kind_of(c.algorithm, held, c.options, c.row_length % kQuantGroup == 0);
     work.index = 7;
     work.first_element = c.first_element;
@@ -144,6 +149,9 @@ class Tensor {
     }
     if (case_.layout.master == Master::kNone) {
       work.memory[kMaster] = nullptr;
+    }
+    if (!case_.averages) {
+      work.memory[kEma] = nullptr;
     }
     for (const Array scale : {scale_array(0), scale_array(1)}) {
       const bool used = work.memory[state_array(scale - kScale)] != nullptr;
@@ -258,6 +266,10 @@ inline Report step_on_cpu(const KernelTable& table, Tensor& tensor, Group group,
     } else {
       table.update[static_cast<int>(tensor.work.kind)](scalars, tensor.work, options, chunk.begin,
                                                        chunk.end(), /*change=*/nullptr);
+    }
+    if (tensor.work.memory[kEma] != nullptr) {
+      table.average[is_double(tensor.work.kind) ? 1 : 0](tensor.work, options, chunk.begin,
+                                                         chunk.end(), control.ema_weight);
     }
   }
   if (tensor.options().track != 0) {

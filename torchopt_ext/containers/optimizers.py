@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_schedulers
+from torchopt_ext.containers.averages import AveragesOfParts
 from torchopt_ext.optim import FusedMuon, FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -48,7 +49,7 @@ class ClipsInStep(Protocol):
     def forget(self) -> None: ...
 
 
-class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
+class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Generic[T]):
     """Holds one optimizer per model part, with the interface of one optimizer.
 
     Frozen parameters (`requires_grad` False) are left out. A part with nothing to train gets an

@@ -215,8 +215,8 @@ class Controlled:
 
     @property
     def keeps_counts(self) -> bool:
-        """Whether a schedule or a loss scale depends on what the control block counts."""
-        return self.has_schedule or self.has_loss_scale
+        """Whether a schedule, a loss scale or ``ema_warmup`` depends on the block's counts."""
+        return self.has_schedule or self.has_loss_scale or bool(self._settings.get("ema_warmup"))
 
     def saved_control(self) -> dict[str, float]:
         """Returns the control block's counts and loss scale (0: none), for a checkpoint.

@@ -18,6 +18,7 @@ from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
 from torchopt_ext.optim.embeddings import reject_embeddings
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
+from torchopt_ext.optim.options import EmaDtype, StepOptions
 from torchopt_ext.state.algorithms import (
     algorithm_of,
     check_values,
@@ -49,13 +50,14 @@ class ElementBytes:
     """Bytes of one element of a parameter in a step.
 
     Attributes:
-        master, moments: bytes held, without the scales of 8-bit moments and states by row.
+        master, moments, average: bytes held, without the scales of 8-bit moments and states by row.
         moved: bytes moved by pass A, which measures the norm, and by pass B; every array that is
             rewritten counts twice (docs/memory.md).
     """
 
     master: int
     moments: int
+    average: int
     moved: int
 
 
@@ -69,9 +71,11 @@ class RankBytes:
         gradients: gradients that are kept from backward until the step.
         masters: fp32 master weights or remainders.
         moments: the algorithm's states, such as first and second moments, and their scales.
+        averages: moving averages of weights.
         steps: the tensors' step counts; a tensor that is cut has one in each piece.
-        host: how many bytes of ``masters`` and ``moments`` lie in memory of the host, to within the
-            states of one tensor. A step moves them over the link once in each direction.
+        host: how many bytes of ``masters``, ``moments`` and ``averages`` lie in memory of the host,
+            to within the states of one tensor. A step moves them over the link once in each
+            direction.
         moved: memory read and written by the optimizer's step.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
             if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
@@ -86,6 +90,7 @@ class RankBytes:
     gradients: int
     masters: int
     moments: int
+    averages: int
     steps: int
     host: int
     moved: int
@@ -95,7 +100,8 @@ class RankBytes:
     @property
     def held(self) -> int:
         """All bytes that are held when a step begins."""
-        return self.weights + self.gradients + self.masters + self.moments + self.steps
+        states = self.masters + self.moments + self.averages + self.steps
+        return self.weights + self.gradients + states
 
     @property
     def on_device(self) -> int:
@@ -131,7 +137,9 @@ def element_bytes(
     moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments
     if algorithm.steps_matrices:
         moved += 2 * direction_dtype(group, param).itemsize
-    return ElementBytes(master, moments, moved)
+    kept = storage.average_dtype(param)
+    average = 0 if kept is None else kept.itemsize
+    return ElementBytes(master, moments, average, moved + 2 * average)
 
 
 _Item = Tensor | tuple[str, Tensor]
@@ -173,6 +181,8 @@ def estimate(
     state_dtype: StateDtype | None = None,
     state_device: StateDevice = None,
     state_fraction: float = 1.0,
+    ema_decay: float | None = None,
+    ema_dtype: EmaDtype | None = None,
     algorithm: str = "adamw",
     norm: bool = True,
     bucket_elements: int | None = None,
@@ -193,8 +203,8 @@ def estimate(
             "zero1" or "fsdp".
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
-        master_weights, state_dtype, state_device, state_fraction: as FusedAdamW's, for parameters
-            on GPUs.
+        master_weights, state_dtype, state_device, state_fraction, ema_decay, ema_dtype: as
+            FusedAdamW's, for parameters on GPUs.
         algorithm: "adamw", "adam", "lion", "sgd", "muon" or "normuon", of the groups that name
             none.
         norm: whether gradients are clipped or checked, which reads them once more.
@@ -217,9 +227,14 @@ def estimate(
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     reject_unknown(defaults, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
-    storage = Storage(
-        master_weights, state_dtype, state_device=state_device, state_fraction=state_fraction
-    )
+    storage = StepOptions(
+        master_weights=master_weights,
+        state_dtype=state_dtype,
+        state_device=state_device,
+        state_fraction=state_fraction,
+        ema_decay=ema_decay,
+        ema_dtype=ema_dtype,
+    ).storage
     on_host = state_fraction if storage.state_device == "cpu" else 0.0
     check_chosen(fp32_moments)
     if isinstance(params, nn.Module):
@@ -275,15 +290,16 @@ def estimate(
         reduced: int, tensors: int, beside: int, flops: int, *elements: int
     ) -> RankBytes:
         by_kind = list(zip(shares.elements, elements, strict=True))
-        by_element = sum((kind.master + kind.moments) * n for kind, n in by_kind)
+        states = ((kind.master + kind.moments + kind.average) * n for kind, n in by_kind)
         return RankBytes(
             elements=sum(elements),
             weights=weights + shares.weights,
             gradients=gradients + reduced,
             masters=sum(kind.master * n for kind, n in by_kind),
             moments=sum(kind.moments * n for kind, n in by_kind) + beside,
+            averages=sum(kind.average * n for kind, n in by_kind),
             steps=STEP * tensors,
-            host=round(on_host * by_element),
+            host=round(on_host * sum(states)),
             moved=sum(kind.moved * n for kind, n in by_kind) + 2 * beside,
             sent=sent * (world_size - 1) // world_size,
             newton_schulz_flops=flops,

@@ -14,12 +14,12 @@ from torch import Tensor
 from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
+from torchopt_ext.optim.averaged_weights import AveragedWeights
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOptions
-from torchopt_ext.optim.placed_states import PlacedStates
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import (
     algorithm_of,
@@ -57,7 +57,7 @@ from torchopt_ext.statedict.low_bit import dequantized, with_step
 from torchopt_ext.statedict.weights import read_weights
 
 
-class FusedOptimizer(HookedStep, PlacedStates):
+class FusedOptimizer(HookedStep, AveragedWeights):
     """An optimizer of param groups that may have different algorithms, with one norm and decision.
 
     A group's ``"algorithm"`` is one of "adamw", "adam", "lion", "sgd", "muon" and "normuon".
@@ -121,6 +121,8 @@ class FusedOptimizer(HookedStep, PlacedStates):
         self.process_group = chosen.process_group
         self._init_control()
         self.max_grad_norm, self.skip_nonfinite = chosen.max_grad_norm, chosen.skip_nonfinite
+        if chosen.ema_decay is not None:
+            self._set_control(ema_decay=chosen.ema_decay, ema_warmup=float(chosen.ema_warmup))
         expect_params(params)
         params = params if isinstance(params, Tensor | set) else list(params)
         self._reject_groups_of_another(params)
@@ -271,6 +273,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
         copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
         """
+        self._reject_exchanged()
         drop_replaced(self)
         self._wait_for_states()
         self._mark_control(follow=True)
@@ -361,6 +364,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
         Args:
             control: the result of :meth:`control_to_load`.
         """
+        self._reject_exchanged()
         self._wait_for_states()
         state = dict(loaded.foreign)
         for slot in loaded.slots:
@@ -531,7 +535,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
     @property
     def options(self) -> StepOptions:
         """The options that the next step has. Of ``fp32_moments``, tensors are left out."""
-        live = ASK_FOR_NORM | {"process_group"}
+        live = ASK_FOR_NORM | {"process_group", "ema_decay"}
         return replace(
             self._options,
             master_weights=self._storage.master_weights,

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc  # torch requires this package
 
-from torchopt_ext._arguments import did_you_mean, expect_bools, expect_counts, expect_group
+from torchopt_ext._arguments import (
+    did_you_mean,
+    expect_bools,
+    expect_counts,
+    expect_group,
+    expect_numbers,
+)
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
-from torchopt_ext.state.storage import MasterWeights, StateDevice, StateDtype, Storage
+from torchopt_ext.state.storage import DTYPE_NAMES, MasterWeights, StateDevice, StateDtype, Storage
 
 T = TypeVar("T")
+EmaDtype = torch.dtype | Literal["fp32", "float32", "bf16", "bfloat16"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -41,6 +48,9 @@ class StepArguments(TypedDict, total=False):
     track: bool | Collection[str]
     state_device: StateDevice
     state_fraction: float
+    ema_decay: float | None
+    ema_dtype: EmaDtype | None
+    ema_warmup: bool
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -88,6 +98,14 @@ class StepOptions:
             and values by row stay on the GPU. Parameters on the CPU are held as ever.
         state_fraction: the part of the bytes that lies on the host with state_device "cpu". The
             states of the first parameters stay on the GPU.
+        ema_decay: keeps a moving average of each weight in ``state[p]["ema_weight"]``, which begins
+            as a copy of the weight, and sets it to ``ema_decay * average + (1 - ema_decay) *
+            weight`` in each step that is not skipped. :meth:`ema_weights` validates with the
+            averages. A program may set ``optimizer.ema_decay`` between steps. None: no averages.
+        ema_dtype: dtype of the averages, or its name: "fp32" (None) or "bf16", which is rounded
+            stochastically. Averages of float64 and complex parameters have the parameter's dtype.
+        ema_warmup: lets the first averages decay less: by at most ``(1 + t) / (10 + t)`` after t
+            updates, and not at all at first, as in diffusers' EMAModel.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -111,25 +129,35 @@ class StepOptions:
     track: Collection[str] = ()
     state_device: StateDevice = None
     state_fraction: float = 1.0
+    ema_decay: float | None = None
+    ema_dtype: EmaDtype | None = None
+    ema_warmup: bool = False
     process_group: Any = field(default=None, compare=False)  # torch.distributed.ProcessGroup | None
 
     def __post_init__(self) -> None:
         expect_bools(
             stochastic_rounding=self.stochastic_rounding,
             write_back_gradients=self.write_back_gradients,
+            ema_warmup=self.ema_warmup,
         )
         expect_counts(rounding_seed=self.rounding_seed)
         seed = operator.index(self.rounding_seed)
         if not 0 <= seed < 2**64:
             raise ValueError(f"Invalid rounding_seed: {seed}, expected 64 bits")
         check_chosen(self.fp32_moments)
+        check_decay(self.ema_decay)
         bits = track_bits(self.track)
         storage = self.storage
+        if self.average_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"Invalid ema_dtype: {self.ema_dtype!r}, expected None, 'fp32', 'bf16'"
+            )
         expect_group(self.process_group)
         vars(self).update(
             state_dtype=storage.state_dtype,
             state_device=storage.state_device,
             rounding_seed=seed,
+            ema_dtype=self.ema_dtype and self.average_dtype,
             track=tuple(name for name, bit in TRACKED.items() if bits & bit),
         )
 
@@ -150,18 +178,33 @@ class StepOptions:
     @property
     def storage(self) -> Storage:
         """How weights and states are held, without the choices by parameter."""
+        average = self.average_dtype
         return Storage(
             self.master_weights,
             self.state_dtype,
             state_device=self.state_device,
             state_fraction=self.state_fraction,
+            ema_dtype=None if self.ema_decay is None else average,
         )
+
+    @property
+    def average_dtype(self) -> torch.dtype:
+        """The dtype of averages of parameters that are not wider."""
+        average: Any = "fp32" if self.ema_dtype is None else self.ema_dtype
+        return DTYPE_NAMES.get(average, average)
 
     @property
     def of_plan(self) -> dict[str, Any]:
         """The arguments of OptimizerPlan: StepOptions of csrc/kernels/tensor_work.h."""
         names = ("stochastic_rounding", "rounding_seed", "write_back_gradients")
         return {name: getattr(self, name) for name in names} | {"track": track_bits(self.track)}
+
+
+def check_decay(value: Any) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a decay of averages or None."""
+    expect_numbers(ema_decay=0.0 if value is None else value)
+    if value is not None and not 0.0 <= value <= 1.0:
+        raise ValueError(f"Invalid ema_decay: {value}, expected None or a number from 0 to 1")
 
 
 DECAY: dict[str, Any] = {"cautious_weight_decay": False, "decay_follows_lr": 0.0}
@@ -172,6 +215,7 @@ CONFIGURED = tuple(name for name in DEFAULTS if name != "process_group")
 _IN_FILES: dict[str, Any] = {
     "state_dtype": Literal["float32", "bfloat16", "int8"] | None,
     "fp32_moments": list[str],
+    "ema_dtype": Literal["float32", "bfloat16"] | None,
     "track": list[Literal["norms", "lost_updates"]],
 }
 """Types of options in files, if they are others."""

@@ -16,6 +16,7 @@ from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import groups_of_shared, number_of, shared_params
 from torchopt_ext.state.algorithms import STATES, algorithm_of, without_codes
+from torchopt_ext.state.averages import begin_average, fit_average
 from torchopt_ext.state.by_row import BY_ROW, fit_rows, row_problem, rows_like
 from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, tensor_problem
 from torchopt_ext.state.host_memory import Need, is_on_host, place_states
@@ -34,7 +35,7 @@ from torchopt_ext.state.quantized import (
     quantized_problem,
     scales_like,
 )
-from torchopt_ext.state.storage import Storage, packed_steps, place_of
+from torchopt_ext.state.storage import EMA, Storage, packed_steps, place_of
 
 SMALL = 1 << 16  # elements; larger tensors give the prefetcher time to start
 
@@ -110,11 +111,16 @@ def init_param_states(
             kept = storage.master_of(param)
             if kept and storage.on_host(param) and MASTERS.keys().isdisjoint(state):
                 hosted.append((state, Need(param, kept, MASTERS[kept])))
+        for _, param, state in entries:
+            if storage.on_host(param) and (average := storage.average_dtype(param)):
+                hosted.append((state, Need(param, EMA, average)))
         needs = [need for _, need in hosted]
         for (state, need), memory in zip(hosted, storage.host.take(needs), strict=True):
             state[need.name] = memory
             if need.name in MASTERS:
                 refresh_master(need.param, state)
+            elif need.name == EMA:
+                begin_average(need.param, state)
     for group, param, state in entries:
         for moment in BY_ROW.intersection(moments_of(group, param, storage)) - state.keys():
             state[moment] = rows_like(group, param)
@@ -123,6 +129,7 @@ def init_param_states(
             state.update({scale: scales_like(param) for scale in coded})
         if MASTERS.keys().isdisjoint(state):
             fit_master(param, state, storage)
+        fit_average(param, state, storage)
     for state, (_, _, complete) in zip(originals, entries, strict=True):
         state.update(complete)
 
@@ -165,6 +172,8 @@ def _fit(name: str, value: Any, param: Tensor, storage: Storage, what: str | int
     # Moments of an optimizer without these arguments keep the dtype that they have.
     chosen = name in MOMENTS and (storage.master_weights or storage.state_dtype)
     dtype = storage.float_dtype(param) if chosen else local.dtype
+    if name == EMA:
+        dtype = storage.average_dtype(param) or dtype
     dense = torch.empty_like(like, memory_format=torch.preserve_format)  # `like` may have gaps
     placed = local.is_contiguous() if name in SCALES else local.stride() == dense.stride()
     on_host = name not in SCALES and storage.on_host(param)
@@ -208,10 +217,11 @@ def _fit_state(
         ValueError: an entry does not fit; the message names it.
     """
     fit_master(param, state, storage)
+    fit_average(param, state, storage)
     like = local_tensor(param)
     placing = like.device, like.shape, like.stride()
     on_host = storage.on_host(param)
-    moments = moments_of(group, param, storage)
+    dtypes = {**moments_of(group, param, storage), **MASTERS, EMA: storage.average_dtype(param)}
     held: list[Tensor | None] = [param]
     for name in _slots(group, param, storage):
         if name is None:
@@ -226,7 +236,7 @@ def _fit_state(
             type(value) is not Tensor
             or like is not param
             or value.layout is not torch.strided
-            or value.dtype != (moments.get(name) or MASTERS.get(name))
+            or value.dtype != dtypes.get(name)
             or (value.device, value.shape, value.stride()) != placing
             or is_on_host(value) != (on_host and name not in SCALES)
         ):
@@ -248,7 +258,8 @@ def _slots(group: Mapping[str, Any], param: Tensor, storage: Storage) -> list[st
             states[k] = state.codes if coded else state.name
             if coded:
                 scales[k] = state.scale
-    return [*states, storage.master_of(param), *scales]
+    average = EMA if storage.average_dtype(param) else None
+    return [*states, storage.master_of(param), average, *scales]
 
 
 def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, Any, Any]:
@@ -322,7 +333,7 @@ def build_plan(
         packed_steps(states)
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
-    counted = options.stochastic_rounding
+    counted = options.stochastic_rounding or storage.ema_dtype == torch.bfloat16
     groups = groups_of_shared(optimizer)
     shared = shared_params(optimizer, groups, lambda param: parts.get(part_of(param)))
     planned = {position for position, *_ in stepped}

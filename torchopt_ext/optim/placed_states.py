@@ -15,7 +15,7 @@ from torchopt_ext.state.entries import MASTERS
 from torchopt_ext.state.host_memory import Need, is_on_host, place_states
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import named_group_params, params_of
-from torchopt_ext.state.storage import Storage, is_steppable
+from torchopt_ext.state.storage import EMA, Storage, is_steppable
 
 
 class PlacedStates(PlannedStep):
@@ -91,6 +91,8 @@ def _needs(optimizer: Any) -> Iterator[Need]:
         entries = dict(moments_of(group, param, storage))
         if kept := storage.master_of(param):
             entries[kept] = MASTERS[kept]
+        if average := storage.average_dtype(param):
+            entries[EMA] = average
         for name, dtype in entries.items():
             if name not in BY_ROW:
                 yield Need(param, name, dtype)

@@ -107,7 +107,7 @@ class PlannedStep(Controlled, Optimizer):
         """Raises TypeError or ValueError unless steps can update the parameter."""
         if problem := param_problem(param) or self._storage.problem(param):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {problem}")
-        if self._options.stochastic_rounding:
+        if self._options.stochastic_rounding or self._storage.ema_dtype == torch.bfloat16:
             place_of(0, param, name)
 
     def _mark_weights(self, params: Iterable[Tensor]) -> None:

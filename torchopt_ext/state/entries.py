@@ -25,7 +25,7 @@ from torchopt_ext.state.local import (
 )
 from torchopt_ext.state.matrices import OPTIONAL, SETTINGS
 from torchopt_ext.state.quantized import CODES, CONVERT, SCALES, can_quantize, scale_shape
-from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, Storage
+from torchopt_ext.state.storage import EMA, MASTER, REMAINDER, REMAINDER8, Storage
 
 MOMENTS = tuple(STATES)
 # Options for how a step is computed, not what: a state dict does not decide them.
@@ -36,7 +36,7 @@ REMAINDERS = {REMAINDER: torch.int16, REMAINDER8: torch.int8}
 MASTERS = {MASTER: torch.float32, **REMAINDERS}
 """The entries that complete a 16-bit parameter, with dtypes. A state dict may hold any or none."""
 
-BESIDE = {**MASTERS, **SCALES}
+BESIDE = {*MASTERS, *SCALES, EMA}
 """Entries that a state dict may have or lack, whatever the optimizer keeps."""
 
 
@@ -44,7 +44,7 @@ def forms_of(states: Sequence[State]) -> tuple[str, ...]:
     """Returns the entries in which states and weights can be held; a parameter has some."""
     coded = [state for state in states if state.is_moment]
     names = [state.name for state in states]
-    return (*names, *(s.codes for s in coded), *(s.scale for s in coded), *MASTERS)
+    return (*names, *(s.codes for s in coded), *(s.scale for s in coded), *MASTERS, EMA)
 
 
 ABSENT = "not in the state dict"
@@ -52,7 +52,7 @@ ABSENT = "not in the state dict"
 of a sharded parameter is the parameter itself, which says how to cut: not its scales."""
 
 _BY_ELEMENT = {"exp_inf", "square_avg", "grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
-SHAPED_LIKE_PARAM = _BY_ELEMENT.union(MOMENTS) - BY_ROW
+SHAPED_LIKE_PARAM = _BY_ELEMENT.union(MOMENTS, [EMA]) - BY_ROW
 """Entries of torch.optim's classes that have one value for each element of the parameter."""
 
 _ADAM = ("step", *ADAM.required)
@@ -291,6 +291,8 @@ def converted(name: str, value: Any, param: Tensor, storage: Storage, held: Any 
         dtype = storage.float_dtype(param)
     elif name in SCALES:
         dtype = torch.float32
+    elif name == EMA:
+        dtype = storage.average_dtype(param) or dtype
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():
         dtype = param.dtype
     if storage.on_host(param) and storage.by_element([name]):

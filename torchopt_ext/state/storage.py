@@ -22,6 +22,7 @@ DTYPE_NAMES = {
 }  # fmt: skip
 """Values of ``state_dtype`` that are names."""
 MASTER, REMAINDER, REMAINDER8 = "master_weight", "remainder", "remainder8"
+EMA = "ema_weight"
 StateDevice = Literal["cpu"] | None
 MASTER_WEIGHTS = {"fp32": MASTER, "remainder": REMAINDER, "remainder8": REMAINDER8}
 """Values of ``master_weights``, and the state entry that each keeps."""
@@ -30,6 +31,7 @@ _NARROWED = (*SIXTEEN_BIT, torch.float32)  # the moments of these may have anoth
 _BY_ELEMENT = {
     *(name for of in STATES.values() if not of.by_row for name in (of.name, of.codes)),
     *MASTER_WEIGHTS.values(),
+    EMA,
 }
 STEPPED = (*SIXTEEN_BIT, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -46,6 +48,7 @@ class Storage:
             do not keep parameters alive that a framework replaces in the groups.
         resident: ids of parameters whose states are beside them although others' are on the host.
         host: memory for states on the host.
+        ema_dtype: the dtype of moving averages of weights; None: there are none.
     """
 
     master_weights: MasterWeights | None = None
@@ -55,6 +58,7 @@ class Storage:
     state_fraction: float = 1.0
     resident: frozenset[int] = field(default=frozenset(), compare=False)
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
+    ema_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_device", _checked_device(self.state_device))
@@ -79,6 +83,10 @@ class Storage:
         """Returns the state entry that completes a parameter, by MASTER_WEIGHTS, or None."""
         completed = SIXTEEN_BIT if self.master_weights == "fp32" else (torch.bfloat16,)
         return MASTER_WEIGHTS.get(self.master_weights or "") if param.dtype in completed else None
+
+    def average_dtype(self, param: Tensor) -> torch.dtype | None:
+        """Returns the dtype of a parameter's moving average, or None if there is none."""
+        return self.ema_dtype and (self.ema_dtype if param.dtype in _NARROWED else param.dtype)
 
     def on_host(self, param: Tensor) -> bool:
         """Returns whether a parameter's states lie in memory of the host (state/host_memory.py)."""

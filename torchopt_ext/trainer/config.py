@@ -117,6 +117,8 @@ class Optimizer:
     ns_coefficients: Literal["jordan", "polar_express", "quintic", "deepseek_v4", "cans"] = "jordan"
     """Coefficients of Muon's Newton-Schulz iterations."""
     ns_steps: int = at_least(0, default=5)  # Newton-Schulz iterations, where they may be chosen.
+    ema_decay: float | None = at_least(0, default=None)
+    """Decay of a moving average of the weights, with which validation runs (None: no average)."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """fused: torchopt_ext's step; foreach, for-loop: torch's step."""
     early_step_in_backward: bool = False  # Update in backward; only fused then clips and skips.

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -344,7 +345,9 @@ class Trainer(Stateful):
         """Validates after this step if a validation is due, or with ``due=False`` if none is."""
         if self.validator is None or self.validator.should_validate(self.step) != due:
             return
-        with self.metrics_processor.pause():
+        averages = self.job_config.optimizer.ema_decay is not None
+        weights = self.optimizers.ema_weights() if averages else nullcontext()
+        with self.metrics_processor.pause(), weights:
             loss = self._mean_and_max(self.validator.validate())[0]
             self.metrics_processor.log_validation(loss, self.step)
 

@@ -1,6 +1,7 @@
 """ZeroRedundancyOptimizer with the interface of OptimizersContainer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
 
     def _fused(self) -> list[FusedOptimizer]:
         return [self._zero.optim]
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Sets the parameters to their averages in a ``with`` block. Call it on all ranks."""
+        with self._zero.ema_weights():
+            yield
+
+    def load_ema(self, source: Mapping[str, Any]) -> None:
+        raise NotImplementedError("ZeRO's averages are loaded with its state dict")
 
     def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
         """Refreshes masters, by the model's names if `from_` has names. Call it on all ranks."""

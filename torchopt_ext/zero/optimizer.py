@@ -4,7 +4,8 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import is_
 from typing import Any, Self
@@ -415,6 +416,8 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
     skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
+    ema_decay = of_whole_steps("ema_decay")
+    """The decay of the local FusedOptimizer's averages. Set it on all ranks."""
 
     @bounded
     @torch.no_grad()
@@ -431,6 +434,20 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self.wait_for_params()
         self.local.refresh_masters(from_)
         self._consolidated = None
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Works like :meth:`torchopt_ext.FusedAdamW.ema_weights`. Call it on all ranks."""
+        self.wait_for_params()
+        with self.local.fused.ema_weights():
+            self._return_weights()
+            yield
+        self._return_weights()
+
+    @bounded
+    def _return_weights(self) -> None:
+        self.partition.send_updates()
+        self.wait_for_params()
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the parameters of modules, such as layers, have arrived.

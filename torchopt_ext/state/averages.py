@@ -1,0 +1,77 @@
+"""Moving averages of weights (EMA): entries of the state, and their exchange with the weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_ext.state.local import local_tensor
+from torchopt_ext.state.masters import weight_of
+from torchopt_ext.state.storage import EMA, Storage
+
+_ELEMENTS = 1 << 20
+"""Elements that are in memory twice while weights and averages change places."""
+
+
+def fit_average(param: Tensor, state: dict[str, Any], storage: Storage) -> None:
+    """Adds an average that begins as the weight, or drops one that is not kept."""
+    dtype = storage.average_dtype(param)
+    if dtype is None:
+        state.pop(EMA, None)
+    elif EMA not in state:
+        state[EMA] = storage.zeros(param, EMA, dtype)
+        begin_average(param, state)
+
+
+def begin_average(param: Tensor, state: dict[str, Any]) -> None:
+    """Sets an average to the weight, with the bits of its master or remainder."""
+    local_tensor(state[EMA]).copy_(local_tensor(weight_of(param, state)))
+
+
+@contextmanager
+def exchanged(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
+    """Sets parameters to their averages, and back at the end.
+
+    Where both have one dtype and device, they change places in memory, block by block. Elsewhere
+    the weights are kept in copies. Addresses stay: FSDP2's buffers, CUDA graphs and views of the
+    parameters see the values.
+    """
+    pairs = [(local_tensor(p), local_tensor(s[EMA])) for p, s in states.items() if EMA in s]
+    swapped = [(p, e) for p, e in pairs if (p.dtype, p.device) == (e.dtype, e.device)]
+    ids = {id(param) for param, _ in swapped}
+    copied = [(p, e) for p, e in pairs if id(p) not in ids]
+    with torch.no_grad():
+        kept = [param.detach().clone() for param, _ in copied]
+        for param, average in copied:
+            param.copy_(average)
+        for pair in swapped:
+            _swap(*pair)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for pair in swapped:
+                _swap(*pair)
+            for (param, _), weight in zip(copied, kept, strict=True):
+                param.copy_(weight)
+
+
+def _swap(param: Tensor, average: Tensor) -> None:
+    if not _is_dense_alike(param, average):
+        weight = param.detach().clone()
+        param.copy_(average)
+        average.copy_(weight)
+        return
+    one, other = (torch.as_strided(t.detach(), (t.numel(),), (1,)) for t in (param, average))
+    for first in range(0, one.numel(), _ELEMENTS):
+        block = slice(first, first + _ELEMENTS)
+        kept = one[block].clone()
+        one[block] = other[block]
+        other[block] = kept
+
+
+def _is_dense_alike(param: Tensor, average: Tensor) -> bool:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    return bool(dense) and param.stride() == average.stride()
