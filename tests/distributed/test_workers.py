@@ -34,6 +34,7 @@ def worker(
     [
         worker("containers", (2,)),
         worker("containers_dcp", (2,)),
+        worker("ema", (2,), NEWEST),
         worker("estimate", (2,)),
         worker("fsdp", (2,)),
         worker("host_states", (2,), NEWEST),
