@@ -227,7 +227,7 @@ $(DOCS_VENV)/.requirements: .ci/requirements-docs.txt
 
 docs: $(DOCS_VENV)/.requirements ## Build the documentation's site into build/site; warnings are errors
 	rm -rf build/docs build/site && mkdir -p build/docs
-	cp --parents *.md LICENSE docs/*.md docs/*.png benchmarks/README.md benchmarks/results/*.txt \
+	cp --parents *.md LICENSE docs/*.md docs/*.png docs/*.css benchmarks/README.md benchmarks/results/*.txt \
 		benchmarks/results/*.png build/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 

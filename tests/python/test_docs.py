@@ -293,7 +293,7 @@ def test_troubleshooting_has_messages_as_they_are() -> None:
     sources = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
     page = (ROOT / "docs/troubleshooting.md").read_text()
     messages = re.findall(r"^- `(.+?)`[:,] ", page.partition("## torch's own")[0], re.M)
-    assert len(messages) > 70
+    assert len(messages) > 20
     for message in messages:
         for piece in message.split("..."):
             assert piece.strip() in sources, f"no message has {piece!r}: {message}"

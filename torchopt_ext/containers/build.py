@@ -62,8 +62,19 @@ def build_optimizers(
 
     Accepts `(model_parts, job_config, ft_manager)`, as torchtitan before 0.2, or `(model_parts,
     optimizer_config, parallel_dims, ft_manager=None)`, as torchtitan 0.2. A configuration with an
-    attribute `optimizer` is a job configuration. Any objects can serve that have the attributes
-    listed in docs/containers.md.
+    attribute `optimizer` is a job configuration. Any objects can serve. The optimizer's section has
+    the attributes
+
+    - `name`: "Adam", "AdamW", "Lion", "Muon" or "SGD".
+    - `implementation`: "fused" for this package's classes, "foreach" or "for-loop" for torch's
+      Adam, AdamW and SGD.
+    - `lr` and `eps`, as torch's.
+    - `early_step_in_backward`: builds an OptimizersInBackwardContainer.
+    - Optional: `beta1`, `beta2` and `weight_decay`, by default 0.9, 0.95 and 0.1 for Adam and
+      AdamW; `momentum`, `dampening` and `nesterov`, for the algorithms that have them.
+    - Optional: `muon` and `adamw`, patterns that send parameters to Muon or to AdamW;
+      `adjust_lr_fn` (by default "match_rms_adamw"), `ns_coefficients` and `ns_steps`, Muon's.
+    - Optional: options of a step, `deferred_clipping` and the others of docs/torchtitan_0_2.md.
 
     Args:
         process_group: ranks that share the norm and the skip decision, as in FusedAdamW. With

@@ -166,9 +166,15 @@ def build_lr_schedulers(
 
     Accepts `(optimizers, job_config)`, as torchtitan before 0.2, or `(optimizers,
     lr_scheduler_config, training_steps)`, as torchtitan 0.2. A configuration with an attribute
-    `lr_scheduler` is a job configuration. Any objects can serve that have the attributes listed in
-    docs/containers.md. A job configuration gives the factors of torchtitan before 0.1; for those of
-    0.1 pass `(optimizers, job_config.lr_scheduler, job_config.training.steps)`.
+    `lr_scheduler` is a job configuration. It gives the factors of torchtitan before 0.1; for those
+    of 0.1 pass `(optimizers, job_config.lr_scheduler, job_config.training.steps)`. Any objects can
+    serve. The schedule's section has the attributes
+
+    - `warmup_steps`: the call of 0.2 shortens a warmup that is longer than the training.
+    - `decay_ratio`: the share of steps that decay. None means all after the warmup.
+    - `decay_type`: "linear", "sqrt" or "cosine".
+    - `lr_min` or `min_lr_factor`: the factor at the end, from 0 to 1.
+    - `total_steps`: optional, replaces the number of training steps.
 
     Raises:
         ValueError: the decay type is unknown, a number is below 0 or not finite, a factor above 1.
