@@ -176,7 +176,7 @@ constexpr KernelTable table_of(std::integer_sequence<int, kNumbers...>) {
       .name = kName,
       .update = {update<Kind{kNumbers}>...},
       .traced = traced_update,
-      .average = {average<FloatLane>, average<DoubleLane>},
+      .average = {average<WideLane>, average<DoubleLane>},
       // In the order of DType.
       .add_squares = {add_squares<float>, add_squares<double>, add_squares<BFloat16>,
                       add_squares<Float16>},

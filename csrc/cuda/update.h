@@ -147,14 +147,17 @@ TORCHOPT_HD inline void average_chunk(const Cta& cta, const UpdateArgs& args, co
   const RoundingKey key = average_key(args.options, work);
   void* x[kArrays] = {};
   bool aligned = true;
-  for (const Array array : {kParam, kMaster, kEma}) {
+  const auto point = [&](Array array) {
     if (work.memory[array] != nullptr) {
-      x[array] = element(work, array, chunk.begin);
-      const int64_t bytes =
-          element(work, array, chunk.begin + kWidth) - element(work, array, chunk.begin);
-      aligned = aligned && is_aligned(x[array], bytes < 16 ? bytes : 16);
+      char* const first = element(work, array, chunk.begin);
+      const int64_t bytes = element(work, array, chunk.begin + kWidth) - first;
+      aligned = aligned && is_aligned(first, bytes < 16 ? bytes : 16);
+      x[array] = first;
     }
-  }
+  };
+  point(kParam);
+  point(kMaster);
+  point(kEma);
   const auto average = [&](const auto& lane, int i) {
     using L = std::remove_cvref_t<decltype(lane)>;
     const ElementsAt<L> at{lane, layout, x, i};

@@ -115,6 +115,7 @@ class AveragedWeights(PlacedStates):
                 changed.
             RuntimeError: ``ema_decay`` is None.
         """
+        self._expect_averages()
         found = averages_in(source, self._names(model), list(params_of(self)))
         reject_misfits(found)
         self._take_averages(found)
