@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-from torchopt_ext.cli.terminal import CommandError, Terminated
+from torchopt_ext.cli.terminal import CommandError, Terminated, quiet
 
 COMMANDS = {
     "info": ("torchopt_ext.cli.info", "Show what is installed and built, and test a step."),
@@ -73,7 +73,9 @@ def _run(name: str, args: list[str]) -> int:
     with contextlib.suppress(OSError):  # the current folder may be gone
         if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
             sys.path.insert(0, os.getcwd())
-    code: int = importlib.import_module(COMMANDS[name][0]).main(args)
+    # A schedule logs what is odd about it, and a job warns of what concerns its training.
+    with contextlib.nullcontext() if name == "train" else quiet(logs=name != "schedule"):
+        code: int = importlib.import_module(COMMANDS[name][0]).main(args)
     return code
 
 

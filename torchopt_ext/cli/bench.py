@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
 import json
-import logging
 import os
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
+from torchopt_ext.cli.arguments import add_source
 from torchopt_ext.cli.tensors import (
     MASTERS_NAMED,
     Entry,
     Source,
-    add_source,
     as_modules,
     from_options,
 )
@@ -166,9 +163,8 @@ def run(
     ones = torch.ones(ELEMENTS, device=device)
     plain = functools.partial(torch.zeros_like(ones).add_, ones)  # moves 12 bytes per element
     try:
-        with quiet():
-            steps, missing = peers(params, options.master_weights, chosen)
-            missing += call_once(steps)
+        steps, missing = peers(params, options.master_weights, chosen)
+        missing += call_once(steps)
         plain()
         samples = timed({PLAIN: plain, **steps}, clock, options.seconds)
     except RuntimeError as error:
@@ -225,17 +221,6 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 # ---- timing --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences other packages' logs and warnings, such as torch.compile's in torchao's step."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def call_once(steps: dict[str, Call]) -> list[str]:

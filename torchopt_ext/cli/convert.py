@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import set_element
+from torchopt_ext.cli.arguments import add_dtype
 from torchopt_ext.cli.checkpoints import (
     CONTROL,
     FILE,
@@ -29,7 +30,7 @@ from torchopt_ext.cli.checkpoints import (
     is_control,
     open_checkpoint,
 )
-from torchopt_ext.cli.tensors import DTYPES, add_dtype
+from torchopt_ext.cli.tensors import DTYPES
 from torchopt_ext.cli.terminal import (
     CommandError,
     Parser,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -280,6 +282,26 @@ def stream_of(path: Path) -> Path | int | None:
     if os.path.samestat(status, os.fstat(1)):
         return 1
     return None if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) else path
+
+
+@contextlib.contextmanager
+def quiet(logs: bool = True) -> Iterator[None]:
+    """Silences warnings, and what is logged as one, unless Python was told to show warnings.
+
+    The commands say themselves what a user has to know.
+    """
+    if sys.warnoptions:
+        yield
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, when torch is imported
+    disabled = logging.root.manager.disable
+    if logs:
+        logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextlib.contextmanager

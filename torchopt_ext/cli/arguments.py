@@ -1,0 +1,193 @@
+"""What the commands take. Without torch, so that help and errors do not wait for its import."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchopt_ext.cli.terminal import CommandError, Parser, listed, number, positive
+
+NAMED = "gpt2"
+ALIKE = 1024
+"""The number of matrices that a number of parameters stands for."""
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+MOMENTS = ("float32", "bfloat16", "int8")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+MASTERS = ("fp32", "remainder", "remainder8")
+ALGORITHMS = ("adam", "lion", "sgd", "muon", "adamw", "normuon")
+OF_MATRICES = ("muon", "normuon")
+SHARDINGS = {
+    "ddp": "every rank holds everything, as a single process does",
+    "zero1": "ZeroRedundancyOptimizer, whole tensors (greedy)",
+    "balanced": 'partition="balanced", with reduce_scatter_hook',
+    "zero2": 'partition="balanced", sharded_gradients=True',
+    "fsdp": "fully_shard: weights are sharded, too, and gathered when they are used",
+}
+MOST_RANKS = 1_000_000
+
+
+def add_source(parser: Parser) -> None:
+    """Adds the options that select a model's tensors."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns a torch.nn.Module; it is called on the "
+        "meta device, where tensors take no memory",
+    )
+    source.add_argument(
+        "--params",
+        type=number,
+        metavar="N",
+        help=f"number of parameters, such as 8e9 or 7B, in {ALIKE} matrices of equal size",
+    )
+    source.add_argument(
+        "--shapes",
+        metavar="SHAPES",
+        help=f"{NAMED} (124 M parameters), or COUNTxSIZE[xSIZE], such as 2000x1000 for 2,000 "
+        "vectors of 1,000; several with commas",
+    )
+    add_dtype(parser, "--dtype", FLOATS, "dtype of the parameters, instead of their own")
+
+
+def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> None:
+    """Adds an option that takes torch's names of dtypes, and short names such as bf16."""
+    long = {short: name for name, short in SHORT.items()}
+    parser.add_argument(
+        flag,
+        type=lambda text: long.get(text, text),
+        choices=tuple(choices),
+        metavar="DTYPE",
+        help=f"{what}: {', '.join(choices)}; short: bf16, fp32 and so on",
+    )
+
+
+def file_or_count(text: str) -> int | Path:
+    """Parses a path that exists, or a number of parameters such as 7B."""
+    path = Path(text)
+    if path.exists():
+        return path
+    try:
+        return number(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise CommandError(
+            f"there is no file or folder {text}, and it is no number of parameters such as 7B or "
+            f"8e9; see --help for models that are not in files"
+        ) from None
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def plan(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "plan",
+        "Shows what each rank holds and moves with a fused optimizer, without activations and "
+        "communication buffers; or, with --gpu-memory, which settings fit. MODEL is a number of "
+        "parameters such as 7B; a safetensors file, the index of several, or a folder of them, of "
+        "which only headers are read; or a config.json of Hugging Face or a folder with one, which "
+        "needs transformers.",
+        """
+        7B --world-size 8 --gpu-memory 24
+        8e9 --world-size 8 --dtype bfloat16 --master-weights fp32
+        Llama-3-8B/config.json --sharding fsdp
+        --model examples.model:build --sharding zero2 --bandwidth 200
+        model.safetensors.index.json --world-size 64 --plot plan.png
+        --shapes gpt2 --algorithm muon --rest lion
+        """,
+        "\n".join(f"{name:9} {means}" for name, means in SHARDINGS.items()),
+        "[MODEL]",
+    )
+    command.add_argument("file", nargs="?", type=file_or_count, metavar="MODEL", help="see above")
+    add_source(command)
+    command.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
+    command.add_argument(
+        "--sharding",
+        choices=SHARDINGS,
+        help="plan whose ranks are listed (zero1); with --gpu-memory the only one",
+    )
+    add_dtype(command, "--grad-dtype", FLOATS, "dtype of gradients (their parameters')")
+    command.add_argument(
+        "--master-weights", choices=MASTERS, help="FusedAdamW's master_weights (none)"
+    )
+    add_dtype(command, "--state-dtype", MOMENTS, "dtype of the moments")
+    command.add_argument(
+        "--fp32-moments",
+        type=listed,
+        metavar="A,B,C",
+        help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
+        "for none (embedding)",
+    )
+    command.add_argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="adamw",
+        help="of the step (adamw); muon and normuon step the matrices that muon_groups chooses",
+    )
+    rest = [name for name in ALGORITHMS if name not in OF_MATRICES]
+    command.add_argument("--rest", choices=rest, help="algorithm beside Muon (adamw)")
+    command.add_argument(
+        "--not-muon",
+        type=listed,
+        metavar="A,B,C",
+        help="patterns of the names of further parameters that Muon does not step",
+    )
+    command.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
+    command.add_argument("--momentum", action="store_true", help="include SGD's momentum")
+    command.add_argument(
+        "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
+    )
+    for option, text in (
+        ("--bandwidth", "bandwidth of memory; adds the step's time"),
+        ("--network", "network bandwidth of a rank; adds the time to send"),
+    ):
+        command.add_argument(option, type=positive, metavar="GB/S", help=text)
+    command.add_argument(
+        "--state-device", choices=("cpu",), help="hold masters and moments in memory of the host"
+    )
+    command.add_argument(
+        "--state-fraction",
+        type=positive,
+        metavar="F",
+        help="the part of them that is held there (1)",
+    )
+    command.add_argument(
+        "--link", type=positive, metavar="GB/S", help="between GPU and host, in each direction"
+    )
+    command.add_argument(
+        "--gpu-memory",
+        type=positive,
+        metavar="GB",
+        help="of a GPU: lists the settings that fit, fastest first, of those that the other "
+        "options leave open",
+    )
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
+    return _checked_plan(command.parse_args(args))
+
+
+def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
+    """Returns the options of plan, or raises for those that do not go together."""
+    if isinstance(options.file, int):
+        if options.params is not None:
+            raise CommandError("give one of MODEL, --model, --params and --shapes")
+        options.file, options.params = None, options.file
+    chosen = (options.file, options.model, options.params, options.shapes)
+    if sum(source is not None for source in chosen) != 1:
+        raise CommandError("give one of MODEL, --model, --params and --shapes")
+    if options.state_fraction and not options.state_device:
+        raise CommandError("--state-fraction needs --state-device cpu")
+    if options.link and not (options.state_device or options.gpu_memory):
+        raise CommandError("--link needs --state-device cpu or --gpu-memory")
+    if options.gpu_memory and options.plot:
+        raise CommandError("--plot shows what is held, not what fits: leave out --gpu-memory")
+    if options.world_size > MOST_RANKS:
+        raise CommandError(f"--world-size {options.world_size:,}: expected {MOST_RANKS:,} at most")
+    if options.algorithm not in OF_MATRICES:
+        for option in ("rest", "not_muon"):
+            if getattr(options, option) is not None:
+                raise CommandError(f"--{option.replace('_', '-')} needs --algorithm muon")
+    if options.fp32_moments is not None and options.state_dtype != "int8":
+        raise CommandError("--fp32-moments needs --state-dtype int8")
+    return options
