@@ -67,13 +67,14 @@ KINDS = {"none": None, **MASTER_WEIGHTS}
 def parser() -> Parser:
     command = Parser(
         "convert",
-        "Rewrites a checkpoint: as a file of torch.save or a folder of "
-        "torch.distributed.checkpoint, with other master weights or moments. A folder is "
+        "Rewrites a checkpoint, of all kinds that inspect reads: as a file of torch.save or a "
+        "folder of torch.distributed.checkpoint, with other master weights or moments. A folder is "
         "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
         "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
         """
         ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
         torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
+        checkpoint-500 ours.pt --master-weights remainder --weights checkpoint-500
         step-1000 step-1000-small --state-dtype int8
         optimizer.pt folder --format dcp
         """,
@@ -100,8 +101,9 @@ def parser() -> Parser:
     )
     command.add_argument(
         "--weights", type=Path, metavar="CHECKPOINT",
-        help="the model's checkpoint, by name: bf16 weights turn remainders into master weights; "
-        "fp32 weights provide missing master weights or remainders",
+        help="the model's checkpoint: bf16 weights turn remainders into master weights; fp32 "
+        "weights provide missing master weights or remainders; found by name, and for a state "
+        "without names by order and shape, where that is clear",
     )  # fmt: skip
     command.add_argument(
         "--save-weights", type=Path, metavar="FILE",
@@ -120,15 +122,15 @@ def main(args: list[str]) -> int:
         options.master_weights, options.state_dtype = "none", "float32"
     give_back_memory()
     source = open_checkpoint(options.input)
-    model = options.weights and open_checkpoint(options.weights)
+    model = options.weights and open_checkpoint(options.weights, weights=True)
     if options.fp32_moments and options.state_dtype != "int8":
         raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in outputs:
-        for read, what in ((options.input, "the input"), (options.weights, "--weights")):
-            if read is not None and os.path.exists(path) and path.samefile(read):
+        for read, what in ((source, "the input"), (model, "--weights")):
+            if read is not None and os.path.exists(path) and path.samefile(read.path):
                 raise CommandError(f"{path} is {what}")
         check_output(path, options.force, checkpoint=path == options.output)
     weights = Weights(source, model)
@@ -138,13 +140,21 @@ def main(args: list[str]) -> int:
     if options.save_weights is not None and not exact:
         raise CommandError(f"{options.input} has no master weights for --save-weights")
     weights.find(exact, MASTER)
-    like_torchs = FILE if options.output.suffix in (".pt", ".pth") else source.format
-    chosen = FORMATS.get(options.format, like_torchs)
+    is_file = source.format != FOLDER or options.output.suffix in (".pt", ".pth")
+    chosen = FORMATS.get(options.format, FILE if is_file else FOLDER)
     with written(options.output, options.force, checkpoint=True) as path:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
                 torch_save(exact_weights(weights, exact), file)
+    if weights.by_order:
+        (first, name), *_, (last, its) = 2 * sorted(
+            weights.by_order.items(), key=lambda pair: int(pair[0])
+        )
+        print(
+            f"paired {len(weights.by_order):,} parameters with weights by order and shape, from\n"
+            f"{first} with {name} to {last} with {its}"
+        )
     if weights.beside:
         print(f"took {len({*weights.beside}):,} weights such as {weights.beside[0]}")
     if options.state_dtype == "int8" and options.fp32_moments is None:

@@ -100,23 +100,30 @@ def from_safetensors(path: Path) -> list[Entry]:
 
     Only headers are read (https://github.com/huggingface/safetensors, Format).
     """
+    held: dict[str, Tensor] = {}
+    for file in files_of(path):
+        held |= read_header(file)
+    names = _read_json(path)["weight_map"] if path.suffix == ".json" else held
+    if missing := sorted(names.keys() - held.keys()):
+        raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
+    return [Entry(held[name], name) for name in names]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Returns a safetensors file, or the files that an index names."""
     if path.suffix != ".json":
-        return [Entry(tensor, name) for name, tensor in read_header(path).items()]
+        return [path]
     names = _read_json(path)["weight_map"]
     if not all(isinstance(file, str) for file in names.values()):
         raise CommandError(f"{path} has a weight_map whose values are not the names of files")
     files = sorted({path.parent / file for file in names.values()})
-    held: dict[str, Tensor] = {}
     for file in files:
         if not file.is_file():
             raise CommandError(
                 f"{path} names {file.name}, which is not in the same folder: its header has the "
-                f"shapes (or give --params)"
+                f"shapes"
             )
-        held |= read_header(file)
-    if missing := sorted(names.keys() - held.keys()):
-        raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
-    return [Entry(held[name], name) for name in names]
+    return files
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
