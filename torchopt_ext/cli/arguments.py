@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from torchopt_ext.cli.terminal import CommandError, Parser, listed, number, positive
 
@@ -191,3 +193,200 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
     if options.fp32_moments is not None and options.state_dtype != "int8":
         raise CommandError("--fp32-moments needs --state-dtype int8")
     return options
+
+
+# ---- schedule ------------------------------------------------------------------------------------
+
+
+MOST_STEPS = 10_000_000
+"""Limit of the steps, because every step's rate is computed."""
+
+
+def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns a parser of comma-separated values."""
+    return functools.wraps(read)(lambda text: [read(part.strip()) for part in text.split(",")])
+
+
+def generation(text: str) -> int:
+    return ["1", "2"].index(text) + 1
+
+
+def whole(text: str) -> int:
+    """Parses a whole number, also in the form 1e3."""
+    value = float(text)
+    if not value.is_integer() or abs(value) >= 2**62:
+        raise ValueError
+    return int(value)
+
+
+CHOICES: dict[str, tuple[Any, Callable[[str], Any], str, str]] = {
+    "lr": (1.0, positive, "LR", "learning rate, which the factor multiplies (1)"),
+    "warmup": (0, whole, "N", "whole steps of warmup (0)"),
+    "decay_ratio": (
+        *(None, float, "SHARE"),
+        "share of the steps in which the rate decays (all steps after the warmup)",
+    ),
+    "decay": ("linear", str, "KIND", "linear, sqrt or cosine (linear)"),
+    "min_factor": (0.0, float, "SHARE", "final rate as a share of LR (0)"),
+    "generation": (
+        *(2, generation, "1|2"),
+        "1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
+    ),
+}
+"""The options that need --steps: default, parser of one value, placeholder and help."""
+
+
+def schedule(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "schedule",
+        "Shows learning rates of the warmup-stable-decay family, as the Trainer and the "
+        "containers compute them. Where an option has several values with commas between "
+        "them, each combination is a curve.",
+        """
+        --steps 1000 --warmup 100 --lr 3e-4
+        --steps 1000 --warmup 100 --decay linear,sqrt,cosine --plot lr.png
+        --config examples/demo.toml --config other.toml --csv lr.csv
+        """,
+    )
+    command.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="TOML",
+        help="the file of a Trainer job; repeatable",
+    )
+    command.add_argument("--steps", type=number, metavar="N", help="steps of training")
+    for name, (_, read, metavar, text) in CHOICES.items():
+        option = f"--{name.replace('_', '-')}"
+        command.add_argument(option, type=several(read), metavar=metavar, help=text)
+    command.add_argument(
+        "--rows", type=number, default=11, metavar="N", help="rows of the table (11)"
+    )
+    command.add_argument(
+        "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png"
+    )
+    options = command.parse_args(args)
+    if options.steps is not None and options.steps > MOST_STEPS:
+        raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
+    asked = [name for name in CHOICES if getattr(options, name) is not None]
+    if options.steps is None and asked and options.config:
+        option = min(asked).replace("_", "-")
+        raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
+    if options.steps is None and not options.config:
+        raise CommandError("give --steps, or a job by --config")
+    return options
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+FORMATS = ("torch", "dcp")
+
+
+def inspect(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "inspect",
+        "Shows what a checkpoint holds: a file of torch.save or safetensors, a Lightning .ckpt, "
+        "a folder of torch.distributed.checkpoint, of Hugging Face's Trainer or of Accelerate. "
+        "It may be of this package's optimizers, of torch's, or of a model. One tensor at a time "
+        "is in memory, and no code of the files runs. The hash is SHA-256 over all tensors in "
+        "the order of their keys: key, dtype, shape, elements. It is the same in both formats.",
+        """
+        optimizer.pt
+        output/checkpoint-500
+        outputs/checkpoint/step-1000 --tensors
+        optimizer.pt --no-hash --json
+        """,
+        takes="CHECKPOINT",
+    )
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+    command.add_argument(
+        "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
+    )
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    return command.parse_args(args)
+
+
+def convert(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "convert",
+        "Rewrites a checkpoint, of all kinds that inspect reads: as a file of torch.save or a "
+        "folder of torch.distributed.checkpoint, with other master weights or moments. A folder is "
+        "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
+        "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
+        """
+        ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
+        torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
+        checkpoint-500 ours.pt --master-weights remainder --weights checkpoint-500
+        step-1000 step-1000-small --state-dtype int8
+        optimizer.pt folder --format dcp
+        """,
+        takes="INPUT OUTPUT",
+    )
+    command.add_argument("input", type=Path)
+    command.add_argument("output", type=Path)
+    command.add_argument(
+        "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
+    )
+    command.add_argument(
+        "--to-torch", action="store_true",
+        help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
+        "weights, no entries of this package",
+    )  # fmt: skip
+    command.add_argument(
+        "--master-weights", choices=("none", *MASTERS), help="kind of master weights in OUTPUT"
+    )
+    add_dtype(command, "--state-dtype", MOMENTS, "dtype of the moments")
+    command.add_argument(
+        "--fp32-moments",
+        type=listed,
+        metavar="A,B,C",
+        help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
+        "which a checkpoint does not mark",
+    )
+    command.add_argument(
+        "--weights", type=Path, metavar="CHECKPOINT",
+        help="the model's checkpoint: bf16 weights turn remainders into master weights; fp32 "
+        "weights provide missing master weights or remainders; found by name, and for a state "
+        "without names by order and shape, where that is clear",
+    )  # fmt: skip
+    command.add_argument(
+        "--save-weights", type=Path, metavar="FILE",
+        help="also write the exact master weights, by name",
+    )  # fmt: skip
+    command.add_argument("--force", action="store_true", help="replace existing files")
+    options = command.parse_args(args)
+    if options.to_torch:
+        floats = options.state_dtype in (None, "float32")
+        if options.master_weights not in (None, "none") or not floats:
+            raise CommandError("--to-torch keeps no master weights, and fp32 moments")
+        options.master_weights, options.state_dtype = "none", "float32"
+    if options.fp32_moments and options.state_dtype != "int8":
+        raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
+    return options
+
+
+# ---- info ----------------------------------------------------------------------------------------
+
+
+def info(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "info",
+        "Shows what is installed, what the library was built for and what it uses here, and "
+        "compares three steps on each device with float64. Exit code 1 if one is wrong.",
+        """
+        --json
+        """,
+    )
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    return command.parse_args(args)
+
+
+PARSERS = {
+    "info": info, "plan": plan, "schedule": schedule, "inspect": inspect, "convert": convert,
+}  # fmt: skip
+"""Functions that check a command's arguments and return its options."""

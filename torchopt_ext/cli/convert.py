@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchopt_ext._torch import set_element
-from torchopt_ext.cli.arguments import add_dtype
 from torchopt_ext.cli.checkpoints import (
     CONTROL,
     FILE,
@@ -33,10 +32,8 @@ from torchopt_ext.cli.checkpoints import (
 from torchopt_ext.cli.tensors import DTYPES
 from torchopt_ext.cli.terminal import (
     CommandError,
-    Parser,
     Progress,
     check_output,
-    listed,
     size,
     written,
 )
@@ -60,71 +57,13 @@ from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import quiet
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
-MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 KINDS = {"none": None, **MASTER_WEIGHTS}
 
 
-def parser() -> Parser:
-    command = Parser(
-        "convert",
-        "Rewrites a checkpoint, of all kinds that inspect reads: as a file of torch.save or a "
-        "folder of torch.distributed.checkpoint, with other master weights or moments. A folder is "
-        "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
-        "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
-        """
-        ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
-        torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
-        checkpoint-500 ours.pt --master-weights remainder --weights checkpoint-500
-        step-1000 step-1000-small --state-dtype int8
-        optimizer.pt folder --format dcp
-        """,
-        takes="INPUT OUTPUT",
-    )
-    command.add_argument("input", type=Path)
-    command.add_argument("output", type=Path)
-    command.add_argument(
-        "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
-    )
-    command.add_argument(
-        "--to-torch", action="store_true",
-        help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
-        "weights, no entries of this package",
-    )  # fmt: skip
-    command.add_argument("--master-weights", choices=KINDS, help="kind of master weights in OUTPUT")
-    add_dtype(command, "--state-dtype", MOMENT_DTYPES, "dtype of the moments")
-    command.add_argument(
-        "--fp32-moments",
-        type=listed,
-        metavar="A,B,C",
-        help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
-        "which a checkpoint does not mark",
-    )
-    command.add_argument(
-        "--weights", type=Path, metavar="CHECKPOINT",
-        help="the model's checkpoint: bf16 weights turn remainders into master weights; fp32 "
-        "weights provide missing master weights or remainders; found by name, and for a state "
-        "without names by order and shape, where that is clear",
-    )  # fmt: skip
-    command.add_argument(
-        "--save-weights", type=Path, metavar="FILE",
-        help="also write the exact master weights, by name",
-    )  # fmt: skip
-    command.add_argument("--force", action="store_true", help="replace existing files")
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
-    if options.to_torch:
-        floats = options.state_dtype in (None, "float32")
-        if options.master_weights not in (None, "none") or not floats:
-            raise CommandError("--to-torch keeps no master weights, and fp32 moments")
-        options.master_weights, options.state_dtype = "none", "float32"
+def main(options: Any) -> int:
     give_back_memory()
     source = open_checkpoint(options.input)
     model = options.weights and open_checkpoint(options.weights, weights=True)
-    if options.fp32_moments and options.state_dtype != "int8":
-        raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")

@@ -22,7 +22,7 @@ from torchopt_ext.cli.checkpoints import (
     open_checkpoint,
 )
 from torchopt_ext.cli.tensors import MASTERS_NAMED
-from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
+from torchopt_ext.cli.terminal import WIDTH, Progress, size, table
 from torchopt_ext.state.storage import MASTER_WEIGHTS
 
 _SHOWN = (
@@ -33,33 +33,7 @@ _SHOWN = (
 _NO_OPTIONS = ("params", "param_names")
 
 
-def parser() -> Parser:
-    command = Parser(
-        "inspect",
-        "Shows what a checkpoint holds: a file of torch.save or safetensors, a Lightning .ckpt, "
-        "a folder of torch.distributed.checkpoint, of Hugging Face's Trainer or of Accelerate. "
-        "It may be of this package's optimizers, of torch's, or of a model. One tensor at a time "
-        "is in memory, and no code of the files runs. The hash is SHA-256 over all tensors in "
-        "the order of their keys: key, dtype, shape, elements. It is the same in both formats.",
-        """
-        optimizer.pt
-        output/checkpoint-500
-        outputs/checkpoint/step-1000 --tensors
-        optimizer.pt --no-hash --json
-        """,
-        takes="CHECKPOINT",
-    )
-    command.add_argument("checkpoint", type=Path)
-    command.add_argument("--tensors", action="store_true", help="list every tensor")
-    command.add_argument(
-        "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
-    )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
+def main(options: Any) -> int:
     give_back_memory()
     facts = report(options.checkpoint, hashed=not options.no_hash)
     print(json.dumps(facts, indent=2) if options.json else as_text(facts, options.tensors))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchopt_ext.cli import arguments, fits
+from torchopt_ext.cli import fits
 from torchopt_ext.cli.arguments import SHARDINGS
 from torchopt_ext.cli.estimates import Plans, by_algorithm, estimates, fullest
 from torchopt_ext.cli.tensors import from_options
@@ -35,8 +35,7 @@ HELD = ("weights", "gradients", "masters", "moments")
 COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
 
 
-def main(args: list[str]) -> int:
-    options = arguments.plan(args)
+def main(options: Any) -> int:
     storage = storage_of(options)
     of_each = len(fits.settings(options)) if options.gpu_memory else 1
     with Progress("planning", of_each * len(SHARDINGS) + 1) as progress:

@@ -180,6 +180,19 @@ class Progress:
             self._bar.close()
 
 
+@contextlib.contextmanager
+def shown_on_terminal(text: str) -> Iterator[None]:
+    """Shows a line on stderr while something takes time, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(f"{text} ...") + "\r", end="", file=sys.stderr, flush=True)
+
+
 def new_panel(width: float, height: float) -> Any:
     """Returns matplotlib's axes that fill a figure of this size in inches."""
     try:
