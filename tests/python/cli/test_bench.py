@@ -91,6 +91,34 @@ def test_a_clock_waits_for_its_device(monkeypatch):
     assert calls == [device, "step", device]
 
 
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        (
+            {"slow": (20, 19, 21), "slower": (30, 29, 31)},
+            "You would gain 50% of the time of slow: a step takes 10.0 ms instead of 20.0 ms, "
+            "which saves 10.0 s in 1,000 steps.",
+        ),
+        (
+            {"slow": (20, 19, 21), "alike": (10.5, 9.8, 11)},
+            "You would gain no time here: ours and alike take the same within their spread.",
+        ),
+        (
+            {"fast": (5, 4.9, 5.1)},
+            "You would gain no time here: fast takes 5.00 ms a step, and ours 10.0 ms.",
+        ),
+    ],
+)
+def test_bench_says_what_is_gained(others, sentence):
+    steps = {"ours": (10, 9.5, 10.5), **others}
+    measured = {
+        label: {"median": ms[0] / 1e3, "q25": ms[1] / 1e3, "q75": ms[2] / 1e3,
+                "times_ours": ms[0] / 10}
+        for label, ms in steps.items()
+    }  # fmt: skip
+    assert bench.gain({"steps": measured}) == sentence
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("no compiler")
@@ -102,6 +130,7 @@ def test_bench_writes_what_it_shows_and_leaves_out_others_that_fail(run, tmp_pat
     page, picture = tmp_path / "bench.md", tmp_path / "bench.png"
     shown = run(*SMALL, "--markdown", page, "--plot", picture)
     assert bench.OURS in shown and "not usable here: Broken" in shown
+    assert shown.rpartition("\n\n")[2].startswith("You would gain ")
     assert f"| {bench.FUSED} |" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
