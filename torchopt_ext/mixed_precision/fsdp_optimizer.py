@@ -31,7 +31,7 @@ from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
 from torchopt_ext.state.masters import weight_of
 from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.state.storage import is_steppable
-from torchopt_ext.statedict.loaded import raise_problems
+from torchopt_ext.statedict.loaded import expect_dict, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +281,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
+        expect_dict(states)
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
+from torchopt_ext.optim.casts import fp32_places, warn_of_casts
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
@@ -97,6 +98,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
     # references would keep parameters alive that Accelerate replaces.
     _selected_from: Mapping[int, Identity] = {}
     _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
+    _were_fp32: Sequence[Sequence[bool]] = ()  # parameters as the groups were added, likewise
 
     def __init__(
         self, params: Iterable[Any], *, algorithm: str = "adamw", **arguments: Any
@@ -184,6 +186,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
             )
 
     def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
+        warn_of_casts(self)
         self._select_fp32_moments()
         super()._init_states(chooses)
 
@@ -205,6 +208,8 @@ class FusedOptimizer(HookedStep, PlacedStates):
 
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # torch rejects others
+            expect_params(param_group.get("params", ()))
         with restored_if_raised([param_group], self):
             name_algorithm(param_group)
             with having_defaults(self, self.defaults_of_new(param_group)):
@@ -215,6 +220,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
                 if group["decay_follows_lr"] == 0.0:
                     raise ValueError("decay_follows_lr is True, but lr is 0: name the largest lr")
             self._check_group(group)
+            self._were_fp32 = [*self._were_fp32, *fp32_places([group])]
             self._select_fp32_moments()
             if self._fp32_moments is not None:  # the constructor has all groups
                 self._reserve_host_memory()
