@@ -273,9 +273,9 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
 
         return load
 
-    checkpoint_layout = BY_NAME
+    _checkpoint_layout = BY_NAME
 
-    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
+    def _checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         names = self._parameter_names()
         return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})

@@ -132,7 +132,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
             self._select_fp32_moments(partial=chosen.process_group is not None)
             self._reserve_host_memory()
 
-    def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
         return defaults_beside(self.defaults, group)
 
@@ -212,7 +212,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
             expect_params(param_group.get("params", ()))
         with restored_if_raised([param_group], self):
             name_algorithm(param_group)
-            with having_defaults(self, self.defaults_of_new(param_group)):
+            with having_defaults(self, self._defaults_of_new(param_group)):
                 super().add_param_group(param_group)
             group = self.param_groups[-1]
             if group.get("decay_follows_lr") is True:
@@ -226,7 +226,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
                 self._reserve_host_memory()
         _holders[id(self.param_groups[-1]["params"])] = self
 
-    def defaults_of_new(self, group: Any) -> dict[str, Any]:
+    def _defaults_of_new(self, group: Any) -> dict[str, Any]:
         """Returns the default of each key that a new group gets.
 
         Raises:
@@ -453,7 +453,7 @@ class FusedOptimizer(HookedStep, PlacedStates):
         super().__setstate__(state)
         self.defaults = defaults  # torch adds "differentiable", which only Adam's groups have
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
-            for key, default in self.defaults_for(group).items():
+            for key, default in self._defaults_for(group).items():
                 group.setdefault(key, default)
             fix_settings(group)
             _holders.setdefault(id(group["params"]), self)

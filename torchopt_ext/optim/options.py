@@ -18,6 +18,8 @@ from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import MasterWeights, StateDevice, StateDtype, Storage
 
+__all__ = ["StepOptions"]
+
 T = TypeVar("T")
 
 
