@@ -280,6 +280,50 @@ def schedule(args: list[str]) -> argparse.Namespace:
     return options
 
 
+# ---- bench ---------------------------------------------------------------------------------------
+
+
+def bench(args: list[str]) -> argparse.Namespace:
+    command = Parser(
+        "bench",
+        "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
+        "apex and torchao where they are installed. All step the same parameters and gradients "
+        "in turn. The roofline is a += b over large tensors on the same threads, also in turn. "
+        "With --algorithm muon it times FusedMuon and torch's two optimizers.",
+        """
+        --shapes gpt2
+        --shapes gpt2 --algorithm muon
+        --model examples.model:build --seconds 10
+        --shapes 2000x1000 --markdown bench.md --plot bench.png
+        --params 1e8 --dtype bfloat16 --master-weights fp32 --json
+        """,
+    )
+    add_source(command)
+    command.add_argument(
+        "--algorithm",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
+        "the rest, convolutions and stacks of matrices too, which torch's Muon does not take",
+    )
+    command.add_argument(
+        "--master-weights",
+        choices=MASTERS,
+        help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
+    )
+    command.add_argument(
+        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
+    )
+    command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
+    command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
+    )
+    return command.parse_args(args)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
@@ -387,6 +431,7 @@ def info(args: list[str]) -> argparse.Namespace:
 
 
 PARSERS = {
-    "info": info, "plan": plan, "schedule": schedule, "inspect": inspect, "convert": convert,
+    "info": info, "plan": plan, "schedule": schedule, "bench": bench, "inspect": inspect,
+    "convert": convert,
 }  # fmt: skip
 """Functions that check a command's arguments and return its options."""

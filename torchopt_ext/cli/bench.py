@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
-from torchopt_ext.cli.arguments import add_source
 from torchopt_ext.cli.tensors import (
     MASTERS_NAMED,
     Entry,
@@ -30,15 +29,12 @@ from torchopt_ext.cli.tensors import (
 from torchopt_ext.cli.terminal import (
     WIDTH,
     CommandError,
-    Parser,
     Progress,
     check_output,
     check_picture,
     figures,
     markdown,
     new_panel,
-    number,
-    positive,
     save_picture,
     size,
     table,
@@ -46,7 +42,7 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.cli.timing import Call, environment, in_turn, paired, quartiles, seconds_of
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.state.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
+from torchopt_ext.state.storage import SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 OUR_MUON, MUON = "torchopt_ext FusedMuon", "torch Muon + AdamW fused"
@@ -58,49 +54,7 @@ ELEMENTS = 2**25
 Clock = Callable[[Call], float]
 
 
-def parser() -> Parser:
-    command = Parser(
-        "bench",
-        "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
-        "apex and torchao where they are installed. All step the same parameters and gradients "
-        "in turn. The roofline is a += b over large tensors on the same threads, also in turn. "
-        "With --algorithm muon it times FusedMuon and torch's two optimizers.",
-        """
-        --shapes gpt2
-        --shapes gpt2 --algorithm muon
-        --model examples.model:build --seconds 10
-        --shapes 2000x1000 --markdown bench.md --plot bench.png
-        --params 1e8 --dtype bfloat16 --master-weights fp32 --json
-        """,
-    )
-    add_source(command)
-    command.add_argument(
-        "--algorithm",
-        choices=("adamw", "muon"),
-        default="adamw",
-        help="of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
-        "the rest, convolutions and stacks of matrices too, which torch's Muon does not take",
-    )
-    command.add_argument(
-        "--master-weights",
-        choices=tuple(MASTER_WEIGHTS),
-        help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
-    )
-    command.add_argument(
-        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
-    )
-    command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
-    command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    command.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
-    )
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
+def main(options: Any) -> int:
     if options.threads is not None:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
