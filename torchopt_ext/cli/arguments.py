@@ -400,7 +400,7 @@ def convert(args: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     command.add_argument(
         "--save-weights", type=Path, metavar="FILE",
-        help="also write the exact master weights, by name",
+        help="also write the exact master weights, by name; *.safetensors as such",
     )  # fmt: skip
     command.add_argument("--force", action="store_true", help="replace existing files")
     options = command.parse_args(args)
@@ -411,6 +411,11 @@ def convert(args: list[str]) -> argparse.Namespace:
         options.master_weights, options.state_dtype = "none", "float32"
     if options.fp32_moments and options.state_dtype != "int8":
         raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
+    if options.output.suffix == ".safetensors":
+        raise CommandError(
+            f"{options.output}: safetensors hold no param groups; name the output such as "
+            f"{options.output.with_suffix('.pt')}"
+        )
     return options
 
 

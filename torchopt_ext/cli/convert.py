@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def main(options: Any) -> int:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
-                torch_save(exact_weights(weights, exact), file)
+                save_weights(exact_weights(weights, exact), file)
     if weights.by_order:
         (first, name), *_, (last, its) = 2 * sorted(
             weights.by_order.items(), key=lambda pair: int(pair[0])
@@ -320,6 +321,20 @@ def torch_save(value: Any, path: Path) -> None:
             torch.save(value, path)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error
+
+
+def save_weights(weights: dict[str, Any], path: Path) -> None:
+    """Writes weights by name, as safetensors if the path says so."""
+    if path.suffix != ".safetensors":
+        torch_save(weights, path)
+        return
+    if not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CommandError("safetensors hold one model: name --save-weights such as weights.pt")
+    try:
+        save_file = importlib.import_module("safetensors.torch").save_file
+    except ImportError as error:
+        raise CommandError(f"{path.name} needs safetensors ({error}): pip install it") from error
+    save_file({name: value.contiguous() for name, value in weights.items()}, path)
 
 
 def with_indices(nested: Any, indices: set[str]) -> Any:

@@ -152,6 +152,18 @@ def test_a_state_without_names_gets_its_weights(run, folder, tmp_path):
     assert_same(dict(sorted(found.items())), dict(sorted(model.state_dict().items())))
 
 
+def test_weights_are_written_as_safetensors(run, fails, folder, tmp_path):
+    folder, model, _ = folder
+    weights = ["--weights", folder]
+    run("convert", folder, tmp_path / "b.pt", "--master-weights", "fp32", *weights)
+    to_torch = ["--to-torch", "--save-weights", tmp_path / "fp32.safetensors", *weights]
+    run("convert", tmp_path / "b.pt", tmp_path / "c.pt", *to_torch)
+    found = safetensors.load_file(tmp_path / "fp32.safetensors")
+    assert_same(dict(sorted(found.items())), dict(sorted(model.state_dict().items())))
+    problem = fails("convert", tmp_path / "b.pt", tmp_path / "c.safetensors", "--to-torch")
+    assert "c.safetensors: safetensors hold no param groups; name the output such as" in problem
+
+
 def test_tied_weights_count_once(run, tmp_path):
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False))
     model[2].weight = model[0].weight
