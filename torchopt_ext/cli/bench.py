@@ -211,7 +211,11 @@ def timed(steps: dict[str, Call], clock: Clock, seconds: float) -> dict[str, lis
 
 def summary(times: list[float], ours: list[float]) -> dict[str, float]:
     low, median, high = quartiles(times)
-    return {"median": median, "q25": low, "q75": high, "times_ours": paired(times, ours)}
+    least, _, most = quartiles([n / d for n, d in zip(times, ours, strict=True)])
+    return {
+        "median": median, "q25": low, "q75": high,
+        "times_ours": paired(times, ours), "times_ours_q25": least, "times_ours_q75": most,
+    }  # fmt: skip
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -341,15 +345,15 @@ def gain(results: dict[str, Any]) -> str:
     """Says in one sentence what our step gains beside the fastest of the others."""
     (ours, mine), *others = results["steps"].items()
     label, best = min(others, key=lambda step: step[1]["times_ours"])
-    seconds, ratio = mine["median"], best["times_ours"]
-    own, its = (f"{figures(1e3 * each)} ms" for each in (seconds, seconds * ratio))
-    if best["q25"] <= mine["q75"] and mine["q25"] <= best["q75"]:
+    own, its = mine["median"], best["median"]
+    texts = [f"{figures(1e3 * seconds)} ms" for seconds in (own, its)]
+    if best["times_ours_q25"] <= 1 <= best["times_ours_q75"] or own == its:
         return f"You would gain no time here: {ours} and {label} take the same within their spread."
-    if ratio < 1:
-        return f"You would gain no time here: {label} takes {its} a step, and {ours} {own}."
+    if best["times_ours"] < 1 or its < own:
+        return f"You would gain no time here: {label} takes {texts[1]} a step, {ours} {texts[0]}."
     return (
-        f"You would gain {1 - 1 / ratio:.0%} of the time of {label}: a step takes {own} instead of "
-        f"{its}, which saves {figures(1000 * seconds * (ratio - 1))} s in 1,000 steps."
+        f"You would gain {1 - own / its:.0%} of the time of {label}: a step takes {texts[0]} "
+        f"instead of {texts[1]}, which saves {figures(1000 * (its - own))} s in 1,000 steps."
     )
 
 
