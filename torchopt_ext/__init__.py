@@ -20,7 +20,7 @@ def _is_command() -> bool:
     first, *rest = getattr(sys, "argv", None) or [""]
     if first == "-m":  # until Python has found the module's file
         return sys.orig_argv[-1 - len(rest)] == "torchopt_ext"
-    return Path(first).name == "torchopt-ext"
+    return Path(first).name == "torchopt-ext" and first in sys.orig_argv  # not in its workers
 
 
 if TYPE_CHECKING or not _is_command():
