@@ -10,10 +10,30 @@ docs/numerics.md specifies what the operators compute.
 __version__ = "0.2.0"
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchopt_ext import _library, ops  # _library first: it checks the compiled libraries
-from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedOptimizer, FusedSGD
+
+def _is_command() -> bool:
+    """Returns whether Python starts the command line: its --help does not wait for torch."""
+    first, *rest = getattr(sys, "argv", None) or [""]
+    if first == "-m":  # until Python has found the module's file
+        return sys.orig_argv[-1 - len(rest)] == "torchopt_ext"
+    return Path(first).name == "torchopt-ext" and first in sys.orig_argv  # not in its workers
+
+
+if TYPE_CHECKING or not _is_command():
+    from torchopt_ext import _library, ops  # noqa: F401 (_library first checks the libraries)
+    from torchopt_ext._library import cmake_prefix_path, cuda_built
+    from torchopt_ext.optim import (
+        FusedAdam,
+        FusedAdamW,
+        FusedLion,
+        FusedMuon,
+        FusedOptimizer,
+        FusedSGD,
+    )
 
 if TYPE_CHECKING:
     from torchopt_ext import containers, mixed_precision, zero
@@ -32,10 +52,6 @@ if TYPE_CHECKING:
     from torchopt_ext.optim.step_log import log_to
     from torchopt_ext.zero import ZeroRedundancyOptimizer
 
-cuda_built = _library.cuda_built
-cmake_prefix_path: str = _library.cmake_prefix_path
-"""The CMake prefix path of the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path."""
-
 __all__ = [
     "DynamicGradScaler", "FSDPadaptOptimizer", "FusedAdam", "FusedAdamW", "FusedLion",
     "FusedMuon", "FusedOptimizer", "FusedSGD", "GradScaler", "ZeroRedundancyOptimizer",
@@ -45,6 +61,8 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
+    **dict.fromkeys(("cmake_prefix_path", "cuda_built"), "_library"),
+    **{name: "optim" for name in __all__ if name.startswith("Fused")},
     "ZeroRedundancyOptimizer": "zero",
     "digest": "optim.digest",
     "log_to": "optim.step_log",
@@ -62,7 +80,7 @@ def __getattr__(name: str) -> Any:
     """Imports subpackages when one of their names is first used: some take long to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("containers", "mixed_precision", "zero"):
+    if name in ("containers", "mixed_precision", "ops", "zero"):
         return importlib.import_module(f"{__name__}.{name}")
     package = _MODULES.get(name, "mixed_precision")
     return getattr(importlib.import_module(f"{__name__}.{package}"), name)

@@ -7,7 +7,8 @@ import io
 import os
 import sys
 
-from torchopt_ext.cli.terminal import CommandError, Terminated
+from torchopt_ext.cli.arguments import PARSERS
+from torchopt_ext.cli.terminal import CommandError, Terminated, quiet, shown_on_terminal
 
 COMMANDS = {
     "info": ("torchopt_ext.cli.info", "Show what is installed and built, and test a step."),
@@ -18,7 +19,7 @@ COMMANDS = {
     "convert": ("torchopt_ext.cli.convert", "Change how a checkpoint keeps weights and moments."),
     "train": ("torchopt_ext.cli.train", "Train a model, as a TOML file and the command line say."),
 }
-"""Each command's module, with a function `main(args) -> int`, and what the command does."""
+"""Each command's module, with a function `main(options) -> int`, and what the command does."""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -73,7 +74,14 @@ def _run(name: str, args: list[str]) -> int:
     with contextlib.suppress(OSError):  # the current folder may be gone
         if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m
             sys.path.insert(0, os.getcwd())
-    code: int = importlib.import_module(COMMANDS[name][0]).main(args)
+    options = PARSERS[name](args) if name in PARSERS else args
+    # A schedule logs what is odd about it, and a job warns of what concerns its training.
+    with contextlib.nullcontext() if name == "train" else quiet(logs=name != "schedule"):
+        with shown_on_terminal("importing torch"):
+            importlib.import_module("torchopt_ext._library")  # which the package leaves to commands
+            importlib.import_module("torchopt_ext.ops")
+            module = importlib.import_module(COMMANDS[name][0])
+        code: int = module.main(options)
     return code
 
 

@@ -129,7 +129,10 @@ _ELSEWHERE = {
     name: ours
     for ours, names in {
         "max_grad_norm": "clip_grad_norm max_norm grad_clip clip_grad gradient_clipping clipping "
-        "gradient_clip_val clip_value clip_threshold",
+        "gradient_clip_val clip_value clip_threshold clip clipnorm clip_norm global_clipnorm "
+        "max_gradient_norm max_norm_grad",
+        "lr": "learning_rate",
+        "weight_decay": "wd",
         "skip_nonfinite": "skip_nan skip_inf skip_overflow check_overflow check_for_nan_in_grad",
         "master_weights": "fp32_master_weights keep_master_weights master_dtype",
         "state_dtype": "optim_bits exp_avg_dtype momentum_dtype optim_states_dtype quantize",

@@ -86,6 +86,7 @@ def _load() -> Any:
 
 _BUILT = _load()
 cmake_prefix_path = str(Path(_BUILT.__file__).parent / "share" / "cmake")
+"""The CMake prefix path of the C++ interface (docs/cpp.md), as torch.utils.cmake_prefix_path."""
 
 
 def cuda_built() -> bool:

@@ -15,6 +15,23 @@ from torch import Tensor
 
 from torchopt_ext import _C
 
+__all__ = [
+    "CONTROL_FIELDS",
+    "BalancedPlan",
+    "Schedule",
+    "accumulator_total",
+    "control_update_",
+    "grad_sumsq_",
+    "loss_scale_update_",
+    "lr_factor",
+    "new_accumulator",
+    "new_control",
+    "partition_balanced",
+    "partition_buckets",
+    "partition_greedy",
+    "scaled_copy_",
+]
+
 CONTROL_FIELDS: tuple[str, ...] = _C.CONTROL_FIELDS
 """Names of the control block's fields, in order (csrc/kernels/control.h says what each means)."""
 

@@ -183,7 +183,7 @@ def held() -> None:
     *_, embedding = params
     options = {**shape, **EIGHT_BITS, "fp32_moments": [embedding]}
     expected = estimate(params, **options)[dist.get_rank()].moments  # type: ignore[arg-type]
-    buffer, read = zero.checkpoint_buffers([str(number) for number in range(len(params))]), 0
+    buffer, read = zero._checkpoint_buffers([str(number) for number in range(len(params))]), 0
     for number, param in enumerate(params):
         dtypes: dict[str, Any] = dict.fromkeys(CODES_OF, torch.float32)
         if can_quantize(param) and param is not embedding:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
 import json
-import logging
 import os
 import statistics
+import textwrap
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,18 @@ from torchopt_ext.cli.tensors import (
     MASTERS_NAMED,
     Entry,
     Source,
-    add_source,
     as_modules,
     from_options,
 )
 from torchopt_ext.cli.terminal import (
+    WIDTH,
     CommandError,
-    Parser,
     Progress,
     check_output,
     check_picture,
     figures,
     markdown,
     new_panel,
-    number,
-    positive,
     save_picture,
     size,
     table,
@@ -47,7 +42,7 @@ from torchopt_ext.cli.terminal import (
 )
 from torchopt_ext.cli.timing import Call, environment, in_turn, paired, quartiles, seconds_of
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.state.storage import MASTER_WEIGHTS, SIXTEEN_BIT, MasterWeights
+from torchopt_ext.state.storage import SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 OUR_MUON, MUON = "torchopt_ext FusedMuon", "torch Muon + AdamW fused"
@@ -59,49 +54,7 @@ ELEMENTS = 2**25
 Clock = Callable[[Call], float]
 
 
-def parser() -> Parser:
-    command = Parser(
-        "bench",
-        "Times clipping and one AdamW step: this package's, torch's, and those of bitsandbytes, "
-        "apex and torchao where they are installed. All step the same parameters and gradients "
-        "in turn. The roofline is a += b over large tensors on the same threads, also in turn. "
-        "With --algorithm muon it times FusedMuon and torch's two optimizers.",
-        """
-        --shapes gpt2
-        --shapes gpt2 --algorithm muon
-        --model examples.model:build --seconds 10
-        --shapes 2000x1000 --markdown bench.md --plot bench.png
-        --params 1e8 --dtype bfloat16 --master-weights fp32 --json
-        """,
-    )
-    add_source(command)
-    command.add_argument(
-        "--algorithm",
-        choices=("adamw", "muon"),
-        default="adamw",
-        help="of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
-        "the rest, convolutions and stacks of matrices too, which torch's Muon does not take",
-    )
-    command.add_argument(
-        "--master-weights",
-        choices=tuple(MASTER_WEIGHTS),
-        help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
-    )
-    command.add_argument(
-        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
-    )
-    command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
-    command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    command.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
-    )
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
+def main(options: Any) -> int:
     if options.threads is not None:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
@@ -166,9 +119,8 @@ def run(
     ones = torch.ones(ELEMENTS, device=device)
     plain = functools.partial(torch.zeros_like(ones).add_, ones)  # moves 12 bytes per element
     try:
-        with quiet():
-            steps, missing = peers(params, options.master_weights, chosen)
-            missing += call_once(steps)
+        steps, missing = peers(params, options.master_weights, chosen)
+        missing += call_once(steps)
         plain()
         samples = timed({PLAIN: plain, **steps}, clock, options.seconds)
     except RuntimeError as error:
@@ -227,17 +179,6 @@ def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences other packages' logs and warnings, such as torch.compile's in torchao's step."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def call_once(steps: dict[str, Call]) -> list[str]:
     """Calls each step, to allocate or compile. Removes and names the others' steps that fail."""
     failed = []
@@ -270,7 +211,11 @@ def timed(steps: dict[str, Call], clock: Clock, seconds: float) -> dict[str, lis
 
 def summary(times: list[float], ours: list[float]) -> dict[str, float]:
     low, median, high = quartiles(times)
-    return {"median": median, "q25": low, "q75": high, "times_ours": paired(times, ours)}
+    least, _, most = quartiles([n / d for n, d in zip(times, ours, strict=True)])
+    return {
+        "median": median, "q25": low, "q75": high,
+        "times_ours": paired(times, ours), "times_ours_q25": least, "times_ours_q75": most,
+    }  # fmt: skip
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -393,7 +338,23 @@ def as_text(results: dict[str, Any]) -> str:
     )
     if results["missing"]:
         lines.append(f"not usable here: {', '.join(results['missing'])}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *textwrap.wrap(gain(results), WIDTH)])
+
+
+def gain(results: dict[str, Any]) -> str:
+    """Says in one sentence what our step gains beside the fastest of the others."""
+    (ours, mine), *others = results["steps"].items()
+    label, best = min(others, key=lambda step: step[1]["times_ours"])
+    own, its = mine["median"], best["median"]
+    texts = [f"{figures(1e3 * seconds)} ms" for seconds in (own, its)]
+    if best["times_ours_q25"] <= 1 <= best["times_ours_q75"] or own == its:
+        return f"You would gain no time here: {ours} and {label} take the same within their spread."
+    if best["times_ours"] < 1 or its < own:
+        return f"You would gain no time here: {label} takes {texts[1]} a step, {ours} {texts[0]}."
+    return (
+        f"You would gain {1 - own / its:.0%} of the time of {label}: a step takes {texts[0]} "
+        f"instead of {texts[1]}, which saves {figures(1000 * (its - own))} s in 1,000 steps."
+    )
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -1,15 +1,17 @@
-"""Reads checkpoints of optimizers tensor by tensor: files of torch.save, and folders of DCP.
+"""Reads checkpoints tensor by tensor: files of torch.save and safetensors, and folders of DCP.
 
 No code of a file runs, and only one tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
-import os
+import importlib
+import pathlib
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchopt_ext._torch import flatten_state_dict
+from torchopt_ext.cli.folders import beside, made_by, optimizer_in, weights_in
+from torchopt_ext.cli.model_files import files_of, read_header
 from torchopt_ext.cli.terminal import CommandError, Progress
 from torchopt_ext.state.entries import CONTROL_KEY, MASTERS, MOMENTS
 from torchopt_ext.state.quantized import CODES, SCALES
@@ -26,6 +30,7 @@ from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import Reader, check_complete, quiet, read
 
 FILE, FOLDER = "torch.save file", "distributed checkpoint"
+SAFETENSORS = "safetensors"
 _ZIP = b"PK\x03\x04"
 CONTROL, OPTION, WEIGHTS = "control", "option", "weights"
 """Kinds of tensors that are not state of a parameter."""
@@ -86,7 +91,11 @@ class Checkpoint:
     """A checkpoint's tensors by key, without memory, and its other values.
 
     Attributes:
-        format: FILE or FOLDER.
+        path: the file or folder that is read.
+        format: FILE, FOLDER or SAFETENSORS.
+        made_by: the library that wrote it, where that is known.
+        beside: other files of a trainer's checkpoint.
+        not_loaded: names of classes whose objects are not loaded, as their code could run.
         tensors: each tensor's shape and dtype; :meth:`tensor` reads a tensor.
         values: everything else.
         paths: the path of each tensor and value in the nested state dict.
@@ -94,7 +103,11 @@ class Checkpoint:
         bytes: size of the checkpoint's files.
     """
 
+    path: Path
     format: str
+    made_by: str | None = None
+    beside: Sequence[str] = ()
+    not_loaded: Sequence[str] = ()
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     paths: dict[str, KeyPath]
@@ -126,20 +139,45 @@ class Checkpoint:
         return groups
 
 
+_HARMLESS = (argparse.Namespace, pathlib.PosixPath)
+"""Classes of hyperparameters, as Lightning saves them, whose code does nothing else."""
+
+
+class _NotLoaded:
+    """Stands for an object of a class whose code could run."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+
 class _File(Checkpoint):
     format = FILE
 
-    def __init__(self, path: Path, meta: bool) -> None:
+    def __init__(self, path: Path, only_shown: bool) -> None:
+        self.path = path
         with path.open("rb") as stream:
             start = stream.read(4)
         self.bytes = path.stat().st_size
         if start != _ZIP:
             raise CommandError(
-                f"{path} is neither a file of torch.save nor a folder of a distributed checkpoint: "
-                f"it begins with {start!r}"
+                f"{path} is neither a file of torch.save, nor *.safetensors, nor a folder of a "
+                f"checkpoint: it begins with {start!r}"
             )
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            safe: list[Any] = [*_HARMLESS]
+            with torch.serialization.safe_globals(safe):
+                unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if only_shown:
+                safe += [(_NotLoaded, name) for name in unknown]
+                self.not_loaded = sorted(unknown)
+            with torch.serialization.safe_globals(safe):
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # damaged files may raise any kind
             raise CommandError(_why(path, error)) from error
         if not isinstance(loaded, dict):
@@ -151,9 +189,11 @@ class _File(Checkpoint):
         self.tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
         self.values = {key: value for key, value in flat.items() if key not in self.tensors}
         self.nested = loaded
+        if version := loaded.get("pytorch-lightning_version"):
+            self.made_by = f"Lightning {version}"
         for key, value in self.tensors.items():
             plain = type(value) in (Tensor, torch.nn.Parameter)
-            if not plain or value.layout is not torch.strided or (value.is_meta and not meta):
+            if not plain or value.layout is not torch.strided or (value.is_meta and not only_shown):
                 what = type(value).__name__ if not plain else value.layout
                 what = "on the meta device" if value.is_meta else what
                 raise CommandError(f"{path}: {key} is {what}, expected a dense tensor")
@@ -166,7 +206,7 @@ class _Folder(Checkpoint):
     format = FOLDER
 
     def __init__(self, path: Path) -> None:
-        self._path, self._reader = path, Reader(path)
+        self.path, self._reader = path, Reader(path)
         try:
             metadata = self._reader.read_metadata()
             stored = metadata.state_dict_metadata
@@ -187,13 +227,13 @@ class _Folder(Checkpoint):
     def _read(self, values: dict[str, Any]) -> None:
         try:
             with quiet():
-                read(values, self._reader, None, str(self._path))
+                read(values, self._reader, None, str(self.path))
         except Exception as error:  # damaged files may raise any kind
             from torchopt_ext.trainer.checkpoint_files import too_short  # a slow import
 
-            short = too_short(self._path, self._reader.read_metadata())
-            why = f"{self._path} is truncated: {'; '.join(short)}"
-            raise CommandError(why if short else _why(self._path, error)) from error
+            short = too_short(self.path, self._reader.read_metadata())
+            why = f"{self.path} is truncated: {'; '.join(short)}"
+            raise CommandError(why if short else _why(self.path, error)) from error
 
     def tensor(self, key: str) -> Tensor:
         like = self.tensors[key]
@@ -210,18 +250,52 @@ def _why(path: Path, error: Exception) -> str:
     return f"{path} cannot be read: {' '.join(text.split())[:200]}"
 
 
-def open_checkpoint(path: Path, meta: bool = False) -> Checkpoint:
-    """Opens a checkpoint. Tensors on the meta device, in a file, are rejected without ``meta``."""
+class _Safetensors(Checkpoint):
+    format = SAFETENSORS
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._library = importlib.import_module("safetensors")
+        except ImportError as error:
+            raise CommandError(f"{path} needs safetensors ({error}): pip install it") from error
+        self.path, self.values = path, {}
+        self.tensors, self._file_of = {}, {}
+        for file in (files := files_of(path)):
+            for key, like in read_header(file).items():
+                self.tensors[key] = torch.zeros((), dtype=like.dtype).expand(like.shape)
+                self._file_of[key] = file
+        self.paths = {key: (key,) for key in self.tensors}
+        self.bytes = sum(file.stat().st_size for file in files)
+
+    def tensor(self, key: str) -> Tensor:
+        with self._library.safe_open(self._file_of[key], framework="pt") as file:
+            return file.get_tensor(key)
+
+
+def open_checkpoint(path: Path, only_shown: bool = False, weights: bool = False) -> Checkpoint:
+    """Opens a checkpoint: a file, or what a folder holds.
+
+    Args:
+        only_shown: whether the checkpoint is only looked at. Then a file may have tensors on the
+            meta device, and objects of classes whose code could run, which are not loaded.
+        weights: whether of a folder the model's weights are meant, not the optimizer.
+    """
     if not path.exists():
         raise CommandError(f"there is no {path}")
-    if not path.is_dir():
-        with Progress("reading", 1):
-            return _File(path, meta)
-    if not (path / ".metadata").exists() and (inside := list(path.glob("*/.metadata"))):
-        newest = max(inside, key=os.path.getmtime).parent
-        raise CommandError(f"{path} is a folder of checkpoints: name one of them, such as {newest}")
+    whole, path = path, (weights_in if weights else optimizer_in)(path) if path.is_dir() else path
     with Progress("reading", 1):
-        return _Folder(path)
+        found: Checkpoint
+        if path.is_dir():
+            found = _Folder(path)
+        elif path.suffix in (".safetensors", ".json"):
+            found = _Safetensors(path)
+        else:
+            found = _File(path, only_shown)
+    if by := made_by(path):
+        found.made_by = by
+    if path != whole or by:
+        found.beside = beside(path)
+    return found
 
 
 def give_back_memory() -> None:

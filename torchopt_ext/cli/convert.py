@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,11 @@ from torchopt_ext.cli.checkpoints import (
     is_control,
     open_checkpoint,
 )
-from torchopt_ext.cli.tensors import DTYPES, add_dtype
+from torchopt_ext.cli.tensors import DTYPES
 from torchopt_ext.cli.terminal import (
     CommandError,
-    Parser,
     Progress,
     check_output,
-    listed,
     size,
     written,
 )
@@ -59,75 +58,19 @@ from torchopt_ext.statedict.dcp import Path as KeyPath
 from torchopt_ext.statedict.dcp import quiet
 
 FORMATS = {"torch": FILE, "dcp": FOLDER}
-MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 KINDS = {"none": None, **MASTER_WEIGHTS}
 
 
-def parser() -> Parser:
-    command = Parser(
-        "convert",
-        "Rewrites a checkpoint: as a file of torch.save or a folder of "
-        "torch.distributed.checkpoint, with other master weights or moments. A folder is "
-        "written one tensor at a time; for a file, what changes is in memory. Nothing is at "
-        "OUTPUT before all of it is written. Layouts (by index, by name) stay as they are.",
-        """
-        ours.pt torch.pt --to-torch --save-weights fp32_weights.pt
-        torch.pt ours.pt --master-weights remainder --weights fp32_model.pt
-        step-1000 step-1000-small --state-dtype int8
-        optimizer.pt folder --format dcp
-        """,
-        takes="INPUT OUTPUT",
-    )
-    command.add_argument("input", type=Path)
-    command.add_argument("output", type=Path)
-    command.add_argument(
-        "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
-    )
-    command.add_argument(
-        "--to-torch", action="store_true",
-        help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
-        "weights, no entries of this package",
-    )  # fmt: skip
-    command.add_argument("--master-weights", choices=KINDS, help="kind of master weights in OUTPUT")
-    add_dtype(command, "--state-dtype", MOMENT_DTYPES, "dtype of the moments")
-    command.add_argument(
-        "--fp32-moments",
-        type=listed,
-        metavar="A,B,C",
-        help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
-        "which a checkpoint does not mark",
-    )
-    command.add_argument(
-        "--weights", type=Path, metavar="CHECKPOINT",
-        help="the model's checkpoint, by name: bf16 weights turn remainders into master weights; "
-        "fp32 weights provide missing master weights or remainders",
-    )  # fmt: skip
-    command.add_argument(
-        "--save-weights", type=Path, metavar="FILE",
-        help="also write the exact master weights, by name",
-    )  # fmt: skip
-    command.add_argument("--force", action="store_true", help="replace existing files")
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
-    if options.to_torch:
-        floats = options.state_dtype in (None, "float32")
-        if options.master_weights not in (None, "none") or not floats:
-            raise CommandError("--to-torch keeps no master weights, and fp32 moments")
-        options.master_weights, options.state_dtype = "none", "float32"
+def main(options: Any) -> int:
     give_back_memory()
     source = open_checkpoint(options.input)
-    model = options.weights and open_checkpoint(options.weights)
-    if options.fp32_moments and options.state_dtype != "int8":
-        raise CommandError("--fp32-moments are exceptions from --state-dtype int8")
+    model = options.weights and open_checkpoint(options.weights, weights=True)
     outputs = [path for path in (options.output, options.save_weights) if path is not None]
     if len({os.path.realpath(path) for path in outputs}) < len(outputs):
         raise CommandError(f"{options.output} is both the output and --save-weights")
     for path in outputs:
-        for read, what in ((options.input, "the input"), (options.weights, "--weights")):
-            if read is not None and os.path.exists(path) and path.samefile(read):
+        for read, what in ((source, "the input"), (model, "--weights")):
+            if read is not None and os.path.exists(path) and path.samefile(read.path):
                 raise CommandError(f"{path} is {what}")
         check_output(path, options.force, checkpoint=path == options.output)
     weights = Weights(source, model)
@@ -137,13 +80,21 @@ def main(args: list[str]) -> int:
     if options.save_weights is not None and not exact:
         raise CommandError(f"{options.input} has no master weights for --save-weights")
     weights.find(exact, MASTER)
-    like_torchs = FILE if options.output.suffix in (".pt", ".pth") else source.format
-    chosen = FORMATS.get(options.format, like_torchs)
+    is_file = source.format != FOLDER or options.output.suffix in (".pt", ".pth")
+    chosen = FORMATS.get(options.format, FILE if is_file else FOLDER)
     with written(options.output, options.force, checkpoint=True) as path:
         (save_file if chosen == FILE else save_folder)(source, new, path, options.to_torch)
         if exact:  # first to be in place: the output may lack their bits
             with written(options.save_weights, options.force) as file:
-                torch_save(exact_weights(weights, exact), file)
+                save_weights(exact_weights(weights, exact), file)
+    if weights.by_order:
+        (first, name), *_, (last, its) = 2 * sorted(
+            weights.by_order.items(), key=lambda pair: int(pair[0])
+        )
+        print(
+            f"paired {len(weights.by_order):,} parameters with weights by order and shape, from\n"
+            f"{first} with {name} to {last} with {its}"
+        )
     if weights.beside:
         print(f"took {len({*weights.beside}):,} weights such as {weights.beside[0]}")
     if options.state_dtype == "int8" and options.fp32_moments is None:
@@ -370,6 +321,20 @@ def torch_save(value: Any, path: Path) -> None:
             torch.save(value, path)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error
+
+
+def save_weights(weights: dict[str, Any], path: Path) -> None:
+    """Writes weights by name, as safetensors if the path says so."""
+    if path.suffix != ".safetensors":
+        torch_save(weights, path)
+        return
+    if not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CommandError("safetensors hold one model: name --save-weights such as weights.pt")
+    try:
+        save_file = importlib.import_module("safetensors.torch").save_file
+    except ImportError as error:
+        raise CommandError(f"{path.name} needs safetensors ({error}): pip install it") from error
+    save_file({name: value.contiguous() for name, value in weights.items()}, path)
 
 
 def with_indices(nested: Any, indices: set[str]) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import torchopt_ext
 from torchopt_ext import _C, FusedAdamW, _build_info
-from torchopt_ext.cli.terminal import WIDTH, Parser, table
+from torchopt_ext.cli.terminal import WIDTH, table
 
 PACKAGES = (
     "numpy", "torchtitan", "torchft", "tyro", "tqdm", "matplotlib", "safetensors", "tensorboard",
@@ -25,21 +25,7 @@ TOLERANCE = 1e-6
 """Largest error of a parameter of size 1 after the steps. float32 rounds to 6e-8."""
 
 
-def parser() -> Parser:
-    command = Parser(
-        "info",
-        "Shows what is installed, what the library was built for and what it uses here, and "
-        "compares three steps on each device with float64. Exit code 1 if one is wrong.",
-        """
-        --json
-        """,
-    )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
+def main(options: Any) -> int:
     facts = report()
     print(json.dumps(facts, indent=2) if options.json else as_text(facts))
     return 0 if all(test["passed"] for test in facts["self_test"].values()) else 1

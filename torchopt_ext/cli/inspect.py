@@ -22,7 +22,7 @@ from torchopt_ext.cli.checkpoints import (
     open_checkpoint,
 )
 from torchopt_ext.cli.tensors import MASTERS_NAMED
-from torchopt_ext.cli.terminal import WIDTH, Parser, Progress, size, table
+from torchopt_ext.cli.terminal import WIDTH, Progress, size, table
 from torchopt_ext.state.storage import MASTER_WEIGHTS
 
 _SHOWN = (
@@ -33,31 +33,7 @@ _SHOWN = (
 _NO_OPTIONS = ("params", "param_names")
 
 
-def parser() -> Parser:
-    command = Parser(
-        "inspect",
-        "Shows what a file of torch.save or a folder of torch.distributed.checkpoint holds: of "
-        "this package's optimizers, of torch's, and of models next to them. One tensor at a time "
-        "is in memory, and no code of the files runs. The hash is SHA-256 over all tensors in "
-        "the order of their keys: key, dtype, shape, elements. It is the same in both formats.",
-        """
-        optimizer.pt
-        outputs/checkpoint/step-1000 --tensors
-        optimizer.pt --no-hash --json
-        """,
-        takes="CHECKPOINT",
-    )
-    command.add_argument("checkpoint", type=Path)
-    command.add_argument("--tensors", action="store_true", help="list every tensor")
-    command.add_argument(
-        "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
-    )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
+def main(options: Any) -> int:
     give_back_memory()
     facts = report(options.checkpoint, hashed=not options.no_hash)
     print(json.dumps(facts, indent=2) if options.json else as_text(facts, options.tensors))
@@ -66,7 +42,7 @@ def main(args: list[str]) -> int:
 
 def report(path: Path, hashed: bool) -> dict[str, Any]:
     """Returns the whole report in JSON's types."""
-    checkpoint = open_checkpoint(path, meta=True)
+    checkpoint = open_checkpoint(path, only_shown=True)
     parts: dict[str, list[Entry]] = {part: [] for part in checkpoint.options()}
     for entry in map(checkpoint.entry, sorted(checkpoint.tensors)):
         if entry.kind != OPTION:  # a part has no others before a first step, and for plain SGD
@@ -76,8 +52,11 @@ def report(path: Path, hashed: bool) -> dict[str, Any]:
             part: part_report(checkpoint, part, each) for part, each in sorted(parts.items())
         }
     return {
-        "checkpoint": str(path),
+        "checkpoint": str(checkpoint.path),
         "format": checkpoint.format,
+        "made_by": checkpoint.made_by,
+        "beside": [*checkpoint.beside],
+        "not_loaded": [*checkpoint.not_loaded],
         "bytes": checkpoint.bytes,
         "parts": reports,
         "other_values": sum(
@@ -194,6 +173,10 @@ def digest(checkpoint: Checkpoint) -> str:
 
 def as_text(facts: dict[str, Any], tensors: bool) -> str:
     lines = [f"{facts['checkpoint']}: {facts['format']}, {size(facts['bytes'])}"]
+    if facts["made_by"]:
+        lines.append(f"a checkpoint of {facts['made_by']}")
+    if facts["beside"]:
+        lines += textwrap.wrap(f"beside it: {', '.join(facts['beside'])}", WIDTH)
     for part, held in facts["parts"].items():
         lines += ["", *textwrap.wrap(headline(part, held), WIDTH)]
         header = ["", "dtype", "tensors", "elements", "size"]
@@ -227,6 +210,9 @@ def as_text(facts: dict[str, Any], tensors: bool) -> str:
     lines += ["", f"{len(facts['tensors']):,} tensors, {facts['elements']:,} elements"]
     if facts["meta"]:
         text = f"on the meta device, without elements: {', '.join(facts['meta'])}"
+        lines += textwrap.wrap(text, WIDTH)
+    if facts["not_loaded"]:
+        text = f"not loaded, as their code could run: {', '.join(facts['not_loaded'])}"
         lines += textwrap.wrap(text, WIDTH)
     if facts["other_values"]:
         count = facts["other_values"]

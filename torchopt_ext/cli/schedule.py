@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
+from torchopt_ext.cli.arguments import CHOICES, MOST_STEPS
 from torchopt_ext.cli.terminal import (
     CommandError,
-    Parser,
     Progress,
     new_panel,
-    number,
-    positive,
     save_picture,
     table,
     written,
@@ -32,45 +30,9 @@ from torchopt_ext.containers.lr_schedulers import schedule_from_config, schedule
 
 COLUMNS = 60
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-:=+*#"
-MOST_STEPS = 10_000_000
-"""Limit of the steps, because every step's rate is computed."""
 TABLED = 4
 """Curves that fit next to each other in a table."""
 STYLES = ("-", "--", "-.", ":")
-
-
-def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Returns a parser of comma-separated values."""
-    return functools.wraps(read)(lambda text: [read(part.strip()) for part in text.split(",")])
-
-
-def generation(text: str) -> int:
-    return ["1", "2"].index(text) + 1
-
-
-def whole(text: str) -> int:
-    """Parses a whole number, also in the form 1e3."""
-    value = float(text)
-    if not value.is_integer() or abs(value) >= 2**62:
-        raise ValueError
-    return int(value)
-
-
-CHOICES: dict[str, tuple[Any, Callable[[str], Any], str, str]] = {
-    "lr": (1.0, positive, "LR", "learning rate, which the factor multiplies (1)"),
-    "warmup": (0, whole, "N", "whole steps of warmup (0)"),
-    "decay_ratio": (
-        *(None, float, "SHARE"),
-        "share of the steps in which the rate decays (all steps after the warmup)",
-    ),
-    "decay": ("linear", str, "KIND", "linear, sqrt or cosine (linear)"),
-    "min_factor": (0.0, float, "SHARE", "final rate as a share of LR (0)"),
-    "generation": (
-        *(2, generation, "1|2"),
-        "1: torchtitan's formula before 0.1, which the Trainer uses; 2: the later formula (2)",
-    ),
-}
-"""The options that need --steps: default, parser of one value, placeholder and help."""
 
 
 @dataclass(frozen=True)
@@ -86,56 +48,13 @@ class Curve:
         return [self.lr * factor for factor in self.factors]
 
 
-def parser() -> Parser:
-    command = Parser(
-        "schedule",
-        "Shows learning rates of the warmup-stable-decay family, as the Trainer and the "
-        "containers compute them. Where an option has several values with commas between "
-        "them, each combination is a curve.",
-        """
-        --steps 1000 --warmup 100 --lr 3e-4
-        --steps 1000 --warmup 100 --decay linear,sqrt,cosine --plot lr.png
-        --config examples/demo.toml --config other.toml --csv lr.csv
-        """,
-    )
-    command.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="TOML",
-        help="the file of a Trainer job; repeatable",
-    )
-    command.add_argument("--steps", type=number, metavar="N", help="steps of training")
-    for name, (_, read, metavar, text) in CHOICES.items():
-        option = f"--{name.replace('_', '-')}"
-        command.add_argument(option, type=several(read), metavar=metavar, help=text)
-    command.add_argument(
-        "--rows", type=number, default=11, metavar="N", help="rows of the table (11)"
-    )
-    command.add_argument(
-        "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
-    )
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png"
-    )
-    return command
-
-
-def main(args: list[str]) -> int:
-    options = parser().parse_args(args)
-    if options.steps is not None and options.steps > MOST_STEPS:
-        raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
+def main(options: Any) -> int:
     asked = {n: values for n in CHOICES if (values := getattr(options, n)) is not None}
-    if options.steps is None and asked and options.config:
-        option = min(asked).replace("_", "-")
-        raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
     with Progress("computing", 1):
         curves = [from_job(path) for path in options.config]
         if options.steps is not None:
             defaults = {name: [default] for name, (default, *_) in CHOICES.items()}
             curves += from_flags(options.steps, defaults | asked)
-        if not curves:
-            raise CommandError("give --steps, or a job by --config")
         if options.plot is not None:
             draw(curves, options.plot)
         text = as_text(curves, options.rows) if options.csv != "-" else as_csv(curves)

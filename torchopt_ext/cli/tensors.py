@@ -1,30 +1,26 @@
-"""Tensors that stand for a model: from a function, a count, or the headers of safetensors files."""
+"""Tensors that stand for a model: from a function, a number, shapes or files."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext.cli.terminal import CommandError, Parser, number
+from torchopt_ext.cli.arguments import ALIKE, NAMED
+from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.optim.embeddings import embeddings_of
-from torchopt_ext.statedict import safetensors
 
-NAMED = "gpt2"
-ALIKE, WIDTH = 1024, 1024
-"""The number of matrices that `--params` stands for, and the length of their rows."""
+WIDTH = 1024
+"""The length of the rows of the matrices that a number of parameters stands for."""
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float64": torch.float64,
 }  # fmt: skip
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 MASTERS_NAMED = {
     "fp32": "fp32 master weights", "remainder": "remainders", "remainder8": "8-bit remainders"
 }  # fmt: skip
@@ -32,7 +28,6 @@ MASTERS_NAMED = {
 MOST_TENSORS = 1_000_000
 MOST_ELEMENTS = 2**53
 """The partitions' limit. Sizes must be below it, so that their bytes fit into 63 bits."""
-_LARGEST_HEADER = 100_000_000  # the format's own limit
 
 
 class Entry(NamedTuple):
@@ -50,46 +45,11 @@ class Entry(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A model's name, its tensors, and its modules if a function makes them."""
+    """A model's name, its tensors, and its modules if they are known."""
 
     name: str
     entries: list[Entry]
     model: nn.Module | None = None
-
-
-def add_source(parser: Parser) -> None:
-    """Adds the options that select the tensors."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns a torch.nn.Module; it is called on the "
-        "meta device, where tensors take no memory",
-    )
-    source.add_argument(
-        "--params",
-        type=number,
-        metavar="N",
-        help=f"number of parameters, such as 8e9, in {ALIKE} matrices of equal size",
-    )
-    source.add_argument(
-        "--shapes",
-        metavar="SHAPES",
-        help=f"{NAMED} (124 M parameters), or COUNTxSIZE[xSIZE], such as 2000x1000 for 2,000 "
-        "vectors of 1,000; several with commas",
-    )
-    add_dtype(parser, "--dtype", DTYPES, "dtype of the parameters, instead of their own")
-
-
-def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> None:
-    """Adds an option that takes torch's names of dtypes, and short names such as bf16."""
-    parser.add_argument(
-        flag,
-        type=lambda text: _SHORT.get(text, text),
-        choices=tuple(choices),
-        metavar="DTYPE",
-        help=f"{what}: {', '.join(choices)}; short: bf16, fp32 and so on",
-    )
 
 
 def from_options(options: Any) -> Source:
@@ -101,21 +61,28 @@ def from_options(options: Any) -> Source:
     elif options.params is not None:
         name, entries = f"--params {options.params}", [*map(Entry, alike(options.params))]
     elif getattr(options, "file", None) is not None:
-        name, entries = options.file, from_safetensors(Path(options.file))
+        from torchopt_ext.cli.model_files import from_path  # which needs this module
+
+        name, (model, entries) = str(options.file), from_path(options.file)
     else:
         name = options.shapes or NAMED
         entries = from_text(name)
-    if options.dtype is not None:
-        dtype = DTYPES[options.dtype]
-        entries = [
-            entry._replace(tensor=meta(entry.tensor.shape, dtype, entry.tensor.requires_grad))
-            if entry.tensor.is_floating_point()
-            else entry
-            for entry in entries
-        ]
+    entries = as_dtype(entries, options.dtype)
     if not any(entry.tensor.requires_grad for entry in entries):
         raise CommandError(f"{name} has no trainable parameter")
     return Source(name, entries, model)
+
+
+def as_dtype(entries: list[Entry], name: str | None) -> list[Entry]:
+    """Returns floating-point tensors in another dtype, if one is named, and the others as is."""
+    if name is None:
+        return entries
+    return [
+        entry._replace(tensor=meta(entry.tensor.shape, DTYPES[name], entry.tensor.requires_grad))
+        if entry.tensor.is_floating_point()
+        else entry
+        for entry in entries
+    ]
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
@@ -195,14 +162,19 @@ def from_function(text: str) -> tuple[nn.Module, list[Entry]]:
             model = build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"it returns {type(model).__name__}, expected a torch.nn.Module")
-        embeddings = embeddings_of(model.modules())
-        return model, [
-            Entry(meta(p.shape, p.dtype, p.requires_grad), name, p in embeddings)
-            for name, p in model.named_parameters()
-        ]
+        return model, entries_of(model)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CommandError(f"--model {text} {fails}: {problem}") from error
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """Returns a model's parameters, each once."""
+    embeddings = embeddings_of(model.modules())
+    return [
+        Entry(meta(p.shape, p.dtype, p.requires_grad), name, p in embeddings)
+        for name, p in model.named_parameters()
+    ]
 
 
 def as_modules(entries: Iterable[Entry]) -> nn.Module:
@@ -221,64 +193,3 @@ def as_modules(entries: Iterable[Entry]) -> nn.Module:
         held = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
         modules[tuple(path)]._parameters[own] = held
     return modules[()]
-
-
-# ---- safetensors ---------------------------------------------------------------------------------
-
-
-def from_safetensors(path: Path) -> list[Entry]:
-    """Returns the tensors of a safetensors file, or of the files that an index names.
-
-    Only headers are read (https://github.com/huggingface/safetensors, Format).
-    """
-    if path.suffix != ".json":
-        return [Entry(tensor, name) for name, tensor in read_header(path).items()]
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({path.parent / file for file in names.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CommandError(
-            f"{path} is not an index of safetensors files: it needs a weight_map of names and files"
-        ) from error
-    held: dict[str, Tensor] = {}
-    for file in files:
-        if not file.is_file():
-            raise CommandError(
-                f"{path} names {file.name}, which is not in the same folder: its header has the "
-                f"shapes (or give --params)"
-            )
-        held |= read_header(file)
-    if missing := sorted(names.keys() - held.keys()):
-        raise CommandError(f"{path} names {missing[0]}, which is in none of its files")
-    return [Entry(held[name], name) for name in names]
-
-
-def read_header(path: Path) -> dict[str, Tensor]:
-    """Reads every tensor of a safetensors file, without memory, in the order of the file."""
-    with path.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        if not 2 <= length <= _LARGEST_HEADER:
-            raise CommandError(f"{path} is not a safetensors file: it begins with {start!r}")
-        text = stream.read(length)
-    if len(text) < length:
-        raise CommandError(f"{path} ends in its header, after {len(text)} of {length} bytes")
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"][0])
-        return {name: _described(f"{path}: {name}", entry) for name, entry in entries}
-    except (
-        ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError
-    ) as error:  # fmt: skip
-        raise CommandError(f"{path} has a damaged header: {error}") from error
-
-
-def _described(name: str, entry: dict[str, Any]) -> Tensor:
-    shape, kind = entry["shape"], entry["dtype"]
-    if kind not in safetensors.DTYPES:
-        raise CommandError(f"{name} has the dtype {kind}, expected {', '.join(safetensors.DTYPES)}")
-    lengths = [length or 1 for length in shape]  # strides count a length of 0 as 1
-    if any(type(n) is not int or n < 0 for n in shape) or math.prod(lengths) >= MOST_ELEMENTS:
-        raise CommandError(f"{name} has the shape {shape}")
-    return meta(shape, safetensors.DTYPES[kind])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -178,6 +180,19 @@ class Progress:
             self._bar.close()
 
 
+@contextlib.contextmanager
+def shown_on_terminal(text: str) -> Iterator[None]:
+    """Shows a line on stderr while something takes time, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(f"{text} ...") + "\r", end="", file=sys.stderr, flush=True)
+
+
 def new_panel(width: float, height: float) -> Any:
     """Returns matplotlib's axes that fill a figure of this size in inches."""
     try:
@@ -280,6 +295,26 @@ def stream_of(path: Path) -> Path | int | None:
     if os.path.samestat(status, os.fstat(1)):
         return 1
     return None if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) else path
+
+
+@contextlib.contextmanager
+def quiet(logs: bool = True) -> Iterator[None]:
+    """Silences warnings, and what is logged as one, unless Python was told to show warnings.
+
+    The commands say themselves what a user has to know.
+    """
+    if sys.warnoptions:
+        yield
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, when torch is imported
+    disabled = logging.root.manager.disable
+    if logs:
+        logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextlib.contextmanager

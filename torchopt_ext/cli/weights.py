@@ -1,4 +1,4 @@
-"""The weights of an optimizer's parameters, found by name in checkpoints."""
+"""The weights of an optimizer's parameters, found in checkpoints by name, or else by order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from torchopt_ext.cli.by_order import Unnamed, order_of, paired
 from torchopt_ext.cli.checkpoints import WEIGHTS, Checkpoint, Entry
 from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.state.entries import MASTERS, REMAINDERS, unwrapped
+from torchopt_ext.state.quantized import OTHER_FORM
 from torchopt_ext.state.storage import MASTER, SIXTEEN_BIT, join_master, split_master
 
 
@@ -34,16 +36,44 @@ class Weights:
         entries = map(self._model.entry, self._model.tensors)
         self._keys = [entry.key for entry in entries if entry.kind == WEIGHTS]
         self._key_of: dict[Entry, str] = {}
+        self.by_order: dict[str, str] = {}
+        """Names that order and shape tell, by the parameters' numbers."""
 
     def name(self, entry: Entry) -> str:
         """Returns the name of an entry's parameter."""
-        name = self._names.get((entry.part, entry.owner))
-        if name is None and entry.owner.isdigit():
+        if entry.owner.isdigit() and (entry.part, entry.owner) not in self._names:
+            self._pair(entry.part)
+        return self._names.get((entry.part, entry.owner)) or entry.owner
+
+    def _pair(self, part: str) -> None:
+        """Names the parameters of an optimizer without names as the weights of the same shapes."""
+        if not self._keys:
             raise CommandError(
-                "the optimizer's state has no param_names, by which weights would be found: load "
-                "it into an optimizer that was given model.named_parameters(), and save that"
+                "the optimizer's state has no param_names, by which weights would be found: give "
+                "the model's by --weights, which are then found by order and shape"
             )
-        return name or entry.owner
+        shapes = {}
+        for entry in map(self.source.entry, self.source.tensors):
+            if entry.part == part and entry.kind in (*MASTERS, *OTHER_FORM):
+                shapes[entry.owner] = tuple(self.source.tensors[entry.key].shape)
+        params = [
+            Unnamed(str(index), number, shapes[str(index)])
+            for number, group in self.source.options().get(part, {}).items()
+            for index in group.get("params", ())
+            if str(index) in shapes
+        ]
+        order, keys = order_of(self._model), {*self._keys}
+        like = self._model.tensors
+        weights = [
+            (key, tuple(like[key].shape))
+            for key in (self._keys if order is None else order)
+            if key in keys and like[key].is_floating_point()
+        ]
+        self.by_order = paired(params, weights, ordered=order is not None)
+        for index, key in self.by_order.items():
+            path = self._model.paths[key]
+            name = ".".join(map(str, path[1:] if path[1:] else path))
+            self._names[part, index] = self.by_order[index] = name
 
     def find(self, entries: Iterable[Entry], kind: str) -> None:
         """Finds the weights from which :meth:`as_kind` makes a kind of master weights.

@@ -20,6 +20,8 @@ from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.state.storage import SIXTEEN_BIT
 
+__all__ = ["build_optimizers", "common_arguments"]
+
 logger = logging.getLogger(__name__)
 
 FUSED: dict[str, type[FusedOptimizer]] = {

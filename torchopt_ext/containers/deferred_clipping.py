@@ -20,6 +20,8 @@ from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.step import measure_norm
 
+__all__ = ["DeferredClipping", "defer_clipping"]
+
 
 class DeferredClipping:
     """Clips a container's gradients in its steps, to the norm that :meth:`clip` was given.

@@ -36,6 +36,7 @@ from torchopt_ext.optim.owners import number_matrices
 from torchopt_ext.state.entries import BY_NAME, unwrapped
 from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
+from torchopt_ext.statedict.loaded import expect_dict
 from torchopt_ext.statedict.weights import read_weights
 
 T = TypeVar("T", bound=Optimizer)
@@ -263,6 +264,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
 
     def _prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
+        expect_dict(state_dict)
         hooked = run_hooks(self, "load_state_dict_pre", dict(state_dict))
         load_checked = flat.prepare_load(self.optimizers, hooked, self._parameter_names())
 
@@ -272,9 +274,9 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
 
         return load
 
-    checkpoint_layout = BY_NAME
+    _checkpoint_layout = BY_NAME
 
-    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
+    def _checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         names = self._parameter_names()
         return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})

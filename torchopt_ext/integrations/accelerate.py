@@ -20,6 +20,8 @@ from torchopt_ext.integrations.clipping import (
 from torchopt_ext.mixed_precision import GradScaler
 from torchopt_ext.optim.control import ControlView
 
+__all__ = ["Accelerator", "FusedAcceleratedOptimizer"]
+
 
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The wrapper in which :meth:`Accelerator.prepare` puts an optimizer that clips in its step."""

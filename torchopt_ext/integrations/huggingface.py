@@ -7,6 +7,8 @@ import accelerate
 from torchopt_ext.integrations.accelerate import Accelerator, FusedAcceleratedOptimizer
 from torchopt_ext.integrations.clipping import expect_first
 
+__all__ = ["FusedStep"]
+
 
 class FusedStep:
     """Clips in the optimizer's step: ``class Trainer(FusedStep, transformers.Trainer)``.

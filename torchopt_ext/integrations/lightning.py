@@ -14,6 +14,8 @@ from torchopt_ext.integrations.clipping import (
     was_skipped,
 )
 
+__all__ = ["FusedStep"]
+
 
 class FusedStep:
     """Clips in the optimizer's step: ``class Model(FusedStep, lightning.LightningModule)``.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchopt_ext.optim.hooks import HookedStep, forwarded, inner_step, is_left_out, run_hooks
+from torchopt_ext.statedict.loaded import expect_dict
 
 
 class BaseOptimizer(HookedStep, Optimizer):
@@ -53,6 +54,7 @@ class BaseOptimizer(HookedStep, Optimizer):
         return run_hooks(self, "state_dict_post", self.optim.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        expect_dict(state_dict)
         state_dict = run_hooks(self, "load_state_dict_pre", state_dict.copy())
         self.optim.load_state_dict(state_dict)
         run_hooks(self, "load_state_dict_post")

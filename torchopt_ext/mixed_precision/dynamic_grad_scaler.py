@@ -102,13 +102,13 @@ class DynamicGradScaler(LossScale):
         Raises:
             ValueError: a number is missing or out of range. Nothing is changed.
         """
-        self.check_state_dict(state_dict)
+        self._check_state_dict(state_dict)
         self._fixed = float(state_dict["_scale"])
         self.scale.fill_(self._fixed)
         for key, name in _COUNTS.items():
             self.field(name).fill_(float(state_dict[key]))
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def _check_state_dict(self, state_dict: Any) -> None:
         """Raises ValueError unless :meth:`load_state_dict` accepts the state dict."""
         held = state_dict if isinstance(state_dict, Mapping) else {}
         for key in ("_scale", *_COUNTS):

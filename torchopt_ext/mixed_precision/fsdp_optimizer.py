@@ -31,7 +31,7 @@ from torchopt_ext.state.entries import MASTERS, WITH_BASE, tensor_problem
 from torchopt_ext.state.masters import weight_of
 from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.state.storage import is_steppable
-from torchopt_ext.statedict.loaded import raise_problems
+from torchopt_ext.statedict.loaded import expect_dict, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     _stepper: Any
     _scaled = False  # whether there are gradients that backward() has scaled
     _stepping = False
-    checkpoint_layout = WITH_BASE
+    _checkpoint_layout = WITH_BASE
     loss_scale = forwarded("grad_scaler", "scale")
     """The scale of the loss, float32, one element."""
     control = forwarded("_stepper", "control")
@@ -281,11 +281,12 @@ class FSDPadaptOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _prepare_load(self, states: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict, and returns the function that loads it."""
+        expect_dict(states)
         states = run_hooks(self, "load_state_dict_pre", states.copy())
         for part in ("grad_scaler", "base_optim_states", "flat_fp32_weights"):
             assert part in states, f"Not found {part} state!"
         scale, base = states["grad_scaler"], states["base_optim_states"]
-        self.grad_scaler.check_state_dict(scale)
+        self.grad_scaler._check_state_dict(scale)
         # DCP converts indices to strings.
         saved = {int(index): list(group) for index, group in states["flat_fp32_weights"].items()}
         groups, stepper = self.params_by_group, self._stepper
@@ -319,7 +320,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
 
         return load
 
-    def checkpoint_buffers(self, ids: list[str]) -> Any:
+    def _checkpoint_buffers(self, ids: list[str]) -> Any:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         from torchopt_ext.statedict.dcp import BASE, buffers_by_key
 

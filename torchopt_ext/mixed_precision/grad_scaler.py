@@ -22,6 +22,7 @@ from torchopt_ext.optim.loss_scale import (
 )
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.params import params_of
+from torchopt_ext.statedict.loaded import expect_dict
 
 _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -232,6 +233,7 @@ class GradScaler(torch.amp.GradScaler):
             KeyError, TypeError, ValueError: a value is missing or not a number, or ``scale`` is not
                 a valid scale. Nothing is changed.
         """
+        expect_dict(state_dict)
         overflows = state_dict.get("_hysteresis_tracker", 0)
         if self._enabled and state_dict:
             expect_numbers(**{name: state_dict[name] for name in _SAVED})

@@ -25,6 +25,8 @@ from torchopt_ext.optim.rejection import RejectedSteps
 from torchopt_ext.state.devices import is_captured, moved
 from torchopt_ext.state.local import local_tensor
 
+__all__ = ["ControlView"]
+
 DECAY_TYPES = ("linear", "sqrt", "cosine")
 PERSISTENT = ("steps", "skipped_steps", "loss_scale", "growth_tracker", "hysteresis_tracker")
 """The fields that a checkpoint saves; the others are settings of the run that loads it."""

@@ -17,6 +17,8 @@ from torchopt_ext.state.params import params_of
 from torchopt_ext.state.quantized import SCALES
 from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, place_of
 
+__all__ = ["digest"]
+
 _COUNTS = ("step", CONTROL_KEY)
 _PARAM, _WEIGHT = 0, 4
 _STATES = [(k, of) for algorithm in ALGORITHMS.values() for k, of in enumerate(algorithm.states)]

@@ -41,6 +41,8 @@ from torchopt_ext.state.pieces import is_stack
 from torchopt_ext.state.quantized import groups_before
 from torchopt_ext.state.storage import MASTER, MasterWeights, StateDevice, StateDtype, Storage
 
+__all__ = ["SHARDINGS", "RankBytes", "estimate"]
+
 STEP = 4
 """Bytes of a tensor's step count."""
 

@@ -15,6 +15,7 @@ from torchopt_ext._arguments import expect_params, having_defaults, restored_if_
 from torchopt_ext._C import Identity
 from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
 from torchopt_ext.optim.averaged_weights import AveragedWeights
+from torchopt_ext.optim.casts import fp32_places, warn_of_casts
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
@@ -97,6 +98,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
     # references would keep parameters alive that Accelerate replaces.
     _selected_from: Mapping[int, Identity] = {}
     _fp32_places: Sequence[Sequence[bool]] = ()  # what was chosen, by group and position in it
+    _were_fp32: Sequence[Sequence[bool]] = ()  # parameters as the groups were added, likewise
 
     def __init__(
         self, params: Iterable[Any], *, algorithm: str = "adamw", **arguments: Any
@@ -132,7 +134,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             self._select_fp32_moments(partial=chosen.process_group is not None)
             self._reserve_host_memory()
 
-    def defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _defaults_for(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the default of each key of a group, by the group's algorithm."""
         return defaults_beside(self.defaults, group)
 
@@ -186,6 +188,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             )
 
     def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
+        warn_of_casts(self)
         self._select_fp32_moments()
         super()._init_states(chooses)
 
@@ -207,9 +210,11 @@ class FusedOptimizer(HookedStep, AveragedWeights):
 
     @run_eagerly  # as are torch's methods
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # torch rejects others
+            expect_params(param_group.get("params", ()))
         with restored_if_raised([param_group], self):
             name_algorithm(param_group)
-            with having_defaults(self, self.defaults_of_new(param_group)):
+            with having_defaults(self, self._defaults_of_new(param_group)):
                 super().add_param_group(param_group)
             group = self.param_groups[-1]
             if group.get("decay_follows_lr") is True:
@@ -217,12 +222,13 @@ class FusedOptimizer(HookedStep, AveragedWeights):
                 if group["decay_follows_lr"] == 0.0:
                     raise ValueError("decay_follows_lr is True, but lr is 0: name the largest lr")
             self._check_group(group)
+            self._were_fp32 = [*self._were_fp32, *fp32_places([group])]
             self._select_fp32_moments()
             if self._fp32_moments is not None:  # the constructor has all groups
                 self._reserve_host_memory()
         _holders[id(self.param_groups[-1]["params"])] = self
 
-    def defaults_of_new(self, group: Any) -> dict[str, Any]:
+    def _defaults_of_new(self, group: Any) -> dict[str, Any]:
         """Returns the default of each key that a new group gets.
 
         Raises:
@@ -451,7 +457,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         super().__setstate__(state)
         self.defaults = defaults  # torch adds "differentiable", which only Adam's groups have
         for group in self.param_groups:  # state dicts of older torch versions lack some keys
-            for key, default in self.defaults_for(group).items():
+            for key, default in self._defaults_for(group).items():
                 group.setdefault(key, default)
             fix_settings(group)
             _holders.setdefault(id(group["params"]), self)

@@ -14,6 +14,8 @@ from torchopt_ext._torch import is_flat
 from torchopt_ext.optim.embeddings import EMBEDDING_CLASSES
 from torchopt_ext.state.entries import unwrapped
 
+__all__ = ["param_groups"]
+
 KINDS = ("norm", "bias", "vector", "embedding")
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _BIAS = re.compile("(^|_)bias(_|$)|bias$")

@@ -20,6 +20,8 @@ from torchopt_ext.optim.groups import (
 from torchopt_ext.optim.muon_routing import Route, matrices, routes
 from torchopt_ext.state.entries import unwrapped
 
+__all__ = ["MuonGroups", "muon_groups"]
+
 
 class MuonGroups(list[dict[str, Any]]):
     """Param groups, and as :attr:`report` a table of what went where and why."""

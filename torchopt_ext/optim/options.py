@@ -24,6 +24,8 @@ from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import DTYPE_NAMES, MasterWeights, StateDevice, StateDtype, Storage
 
+__all__ = ["StepOptions"]
+
 T = TypeVar("T")
 EmaDtype = torch.dtype | Literal["fp32", "float32", "bf16", "bfloat16"]
 

@@ -8,6 +8,8 @@ from torch import Tensor
 import torchopt_ext._C  # noqa: F401  registers the operator
 from torchopt_ext.state.newton_schulz import Triple, step_coefficients
 
+__all__ = ["orthogonalize", "step_coefficients"]
+
 
 def orthogonalize(
     matrices: Tensor,

@@ -18,6 +18,8 @@ from torchopt_ext.optim.planned import PlannedStep
 from torchopt_ext.state.devices import is_captured, moved, sent_to_host
 from torchopt_ext.state.local import local_tensor
 
+__all__ = ["ScalarWriter", "StepLog", "log_to"]
+
 _EXACT = 2**53 - 1  # the integers that a float64 holds; a flipped bit changes one of these bits
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torchopt_ext._C import OptimizerPlan
 from torchopt_ext.state.devices import moved
 
+__all__ = ["Telemetry"]
+
 TRACKED = {"norms": 1, "lost_updates": 2}
 """The names of records, with their bits in Track of csrc/kernels/trace.h."""
 

@@ -119,7 +119,7 @@ def control_problem(fields: Any) -> str | None:
 
 def required_of(optimizer_class: Any) -> tuple[str, ...] | None:
     """Returns the entries that a parameter's state always has; None for an unknown class."""
-    if hasattr(optimizer_class, "defaults_for"):  # FusedOptimizer: a group decides about more
+    if hasattr(optimizer_class, "_defaults_for"):  # FusedOptimizer: a group decides about more
         return ("step",)
     return REQUIRED.get(optimizer_class)
 

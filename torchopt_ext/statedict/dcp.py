@@ -39,6 +39,8 @@ from torchopt_ext.state.params import params_of
 from torchopt_ext.state.quantized import SCALES, can_quantize, scales_like
 from torchopt_ext.statedict.loaded import load_whole, raise_problems, read_indexed
 
+__all__ = ["Reader", "load"]
+
 Path: TypeAlias = tuple[str | int, ...]
 """Keys and list positions that lead to an entry of a nested state dict."""
 Entries: TypeAlias = dict[str, tuple[Path, Tensor | None]]
@@ -50,8 +52,8 @@ Buffers: TypeAlias = Callable[[Path, Tensor], Tensor | None]
 """A function that returns the buffer for an entry, given its path and a tensor without memory.
 
 If it returns the given tensor, the entry is checked but not read. None leaves the entry out. An
-optimizer may have its own, by a method ``checkpoint_buffers(ids)`` that takes the checkpoint's ids
-of its parameters, in order. If an optimizer has an attribute ``checkpoint_layout`` (a layout of
+optimizer may have its own, by a method ``_checkpoint_buffers(ids)`` that takes the checkpoint's ids
+of its parameters, in order. If an optimizer has an attribute ``_checkpoint_layout`` (a layout of
 entries.py), state dicts of another layout are rejected.
 """
 BASE = "base_optim_states"
@@ -159,14 +161,14 @@ def read_optimizers(
         for key, optimizer in optimizers.items():
             entries = entries_below(metadata, key)
             usual = None if required_of(type(optimizer)) is None else BY_INDEX
-            layout = getattr(optimizer, "checkpoint_layout", usual)  # None if it is not known
+            layout = getattr(optimizer, "_checkpoint_layout", usual)  # None if it is not known
             if layout not in (None, saved_as := saved_layout(entries)):
                 raise ValueError(
                     f"the state dict saved as '{key}' is {saved_as}, but that of "
                     f"{type(optimizer).__name__} is {layout}: load it into an optimizer of its "
                     f"layout"
                 )
-            if layout or hasattr(optimizer, "checkpoint_buffers") or id_lists(entries):
+            if layout or hasattr(optimizer, "_checkpoint_buffers") or id_lists(entries):
                 saved[key] = entries
     every = [entry for entries in saved.values() for entry in entries.items()]
     values: dict[str, Any] = {fqn: None for fqn, (_, like) in every if like is None}
@@ -177,8 +179,8 @@ def read_optimizers(
         for key, entries in saved.items():
             ids = {str(i): i for fqn in id_lists(entries) for i in values[fqn]}
             optimizer = optimizers[key]
-            if hasattr(optimizer, "checkpoint_buffers"):
-                buffers: Buffers = optimizer.checkpoint_buffers([*ids])
+            if hasattr(optimizer, "_checkpoint_buffers"):
+                buffers: Buffers = optimizer._checkpoint_buffers([*ids])
             else:
                 pairs = zip(ids, params_of(optimizer), strict=False)
                 buffers = buffers_by_key({f"state.{index}": param for index, param in pairs})

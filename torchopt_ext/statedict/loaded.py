@@ -120,7 +120,7 @@ class Loaded:
         if wrong := control_problem(self.control):
             yield wrong
         required = required_of(type(optimizer))
-        fused = hasattr(optimizer, "defaults_for")
+        fused = hasattr(optimizer, "_defaults_for")
         storage = getattr(optimizer, "_storage", Storage())  # torch's classes have none
         pairs = [*enumerate(zip(self.groups, optimizer.param_groups, strict=True))]
         merged = [({**live, **group}, len(group["params"])) for _, (group, live) in pairs]

@@ -14,6 +14,16 @@ from torchopt_ext.state.algorithms import HYPERS, algorithm_in, algorithm_of, na
 from torchopt_ext.state.entries import MASTERS
 from torchopt_ext.state.matrices import SETTINGS
 
+__all__ = [
+    "from_classical",
+    "from_dion",
+    "from_keller_jordan",
+    "from_nanochat",
+    "join",
+    "rerouted",
+    "split",
+]
+
 _KELLER_JORDAN = {"nesterov": True, "weight_decay": 0.0, **SETTINGS}
 """What muon.py of KellerJordan/Muon does unless a group has the key."""
 _NANOCHAT = _KELLER_JORDAN | {

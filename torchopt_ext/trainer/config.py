@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from torchopt_ext.optim.options import configures_step
 
+__all__ = ["ConfigError", "JobConfig"]
+
 
 class ConfigError(ValueError):
     """A setting is unknown, wrongly typed, out of range or not supported. The message names it."""

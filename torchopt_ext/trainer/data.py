@@ -26,6 +26,8 @@ from torchopt_ext.trainer.distributed import seed_generators
 from torchopt_ext.trainer.extras import Registry, import_extra
 from torchopt_ext.trainer.windows import Batch, FileBytes, TokenWindows
 
+__all__ = ["BuildDataset", "build_dataloader", "register_dataset"]
+
 logger = logging.getLogger(__name__)
 
 

@@ -11,6 +11,8 @@ from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.safetensors import NAMES
 from torchopt_ext.trainer.checkpoint_states import model_tensors
 
+__all__ = ["export_safetensors"]
+
 
 def export_safetensors(
     checkpoint: str | os.PathLike[str],

@@ -22,6 +22,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
+__all__ = ["load_config"]
+
 TORCHTITAN = tomllib.loads(resources.files(__package__).joinpath("torchtitan.toml").read_text())
 RENAMED: dict[str, str] = TORCHTITAN["renamed"]
 REJECTED = {

@@ -39,6 +39,8 @@ from torchopt_ext.trainer.config import (
 from torchopt_ext.trainer.distributed import DTYPES
 from torchopt_ext.trainer.parallel_dims import ParallelDims
 
+__all__ = ["parallelize"]
+
 logger = logging.getLogger(__name__)
 
 TensorParallelPlan = Callable[[nn.Module, bool], Mapping[str, ParallelStyle]]

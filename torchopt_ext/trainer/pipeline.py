@@ -22,6 +22,8 @@ from torchopt_ext.trainer.parallelize import layers_of, tied_names
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+__all__ = ["pipeline"]
+
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -19,6 +19,17 @@ from torchopt_ext.trainer.extras import Registry
 from torchopt_ext.trainer.metrics import MetricsProcessor
 from torchopt_ext.trainer.optimizers import build_optimizers
 
+__all__ = [
+    "BaseModelArgs",
+    "ModelConverter",
+    "ModelProtocol",
+    "TrainSpec",
+    "apply_to_train_specs",
+    "get_train_spec",
+    "register_model_converter",
+    "register_train_spec",
+]
+
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

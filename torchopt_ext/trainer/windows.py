@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+__all__ = ["FileBytes", "TokenWindows"]
+
 _BLOCK, _BLOCKS = 1 << 20, 256
 Batch = tuple[dict[str, Tensor], Tensor]
 

@@ -112,7 +112,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
             state[min(state)][CONTROL_KEY] = control
         self._zero.load_state_dict({"state": state, "param_groups": groups})
 
-    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
+    def _checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers of this rank's shards for :func:`torchopt_ext.statedict.dcp.load`."""
         index_of = {name: str(index) for index, name in enumerate(self._names)}
         indexed = buffers(self._zero.local, list(index_of.values()))

@@ -224,7 +224,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         ):
             with fail_together(self.process_group):
                 fused = self.local.fused if self.local.is_fused else None
-                defaults = fused.defaults_of_new(param_group) if fused else self.defaults
+                defaults = fused._defaults_of_new(param_group) if fused else self.defaults
                 with having_defaults(self, defaults):
                     super().add_param_group({**param_group})
                 self.params.check_dense(self._allow_mixed_dtypes)
@@ -339,9 +339,9 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
             result = zero_state.sharded(self.local, consolidated=self._consolidated is not None)
         return run_hooks(self, "state_dict_post", result)
 
-    checkpoint_layout = BY_INDEX
+    _checkpoint_layout = BY_INDEX
 
-    def checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
+    def _checkpoint_buffers(self, ids: list[str]) -> dcp.Buffers:
         """Returns the buffers that :func:`torchopt_ext.statedict.dcp.load` reads into."""
         return zero_state.buffers(self.local, ids)
 

@@ -91,6 +91,34 @@ def test_a_clock_waits_for_its_device(monkeypatch):
     assert calls == [device, "step", device]
 
 
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        (
+            {"slow": (20, 1.9, 2.1), "slower": (30, 2.9, 3.1)},
+            "You would gain 50% of the time of slow: a step takes 10.0 ms instead of 20.0 ms, "
+            "which saves 10.0 s in 1,000 steps.",
+        ),
+        (
+            {"slow": (20, 1.9, 2.1), "alike": (10.5, 0.98, 1.1)},
+            "You would gain no time here: ours and alike take the same within their spread.",
+        ),
+        (
+            {"fast": (5, 0.49, 0.51)},
+            "You would gain no time here: fast takes 5.00 ms a step, ours 10.0 ms.",
+        ),
+    ],
+)
+def test_bench_says_what_is_gained(others, sentence):
+    """The quartiles are those of the ratios of each round, which a slow machine does not widen."""
+    measured = {
+        label: {"median": ms / 1e3, "times_ours": ms / 10, "times_ours_q25": least,
+                "times_ours_q75": most}
+        for label, (ms, least, most) in {"ours": (10, 1, 1), **others}.items()
+    }  # fmt: skip
+    assert bench.gain({"steps": measured}) == sentence
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("no compiler")
@@ -102,6 +130,7 @@ def test_bench_writes_what_it_shows_and_leaves_out_others_that_fail(run, tmp_pat
     page, picture = tmp_path / "bench.md", tmp_path / "bench.png"
     shown = run(*SMALL, "--markdown", page, "--plot", picture)
     assert bench.OURS in shown and "not usable here: Broken" in shown
+    assert shown.rpartition("\n\n")[2].startswith("You would gain ")
     assert f"| {bench.FUSED} |" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 

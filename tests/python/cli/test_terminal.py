@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import torchopt_ext
 from torchopt_ext.__main__ import main
 from torchopt_ext.cli import terminal
+from torchopt_ext.cli.arguments import PARSERS
 from torchopt_ext.cli.terminal import written
 
 pytestmark = pytest.mark.newest_torch
@@ -107,7 +109,7 @@ def test_characters_that_stdout_has_not(tmp_path, monkeypatch):
     monkeypatch.setattr("torchopt_ext.cli.plan.main", lambda _: print("\xf6 \udcff"))
     with (tmp_path / "out").open("w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        main(["plan"])
+        main(["plan", "7B"])
     assert (tmp_path / "out").read_text() == "\\xf6 \\udcff\n"
 
 
@@ -201,3 +203,87 @@ def test_a_folder_stays_where_it_cannot_be_replaced(tmp_path, monkeypatch):
         new.mkdir()
     assert (folder / ".metadata").read_text() == "before"
     assert [*tmp_path.iterdir()] == [folder]
+
+
+# ---- how long a command takes to start -----------------------------------------------------------
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """Returns a function that runs Python where torch cannot be imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+
+    def call(*args):
+        paths = os.pathsep.join([str(tmp_path), str(Path(torchopt_ext.__file__).parents[1])])
+        command = [sys.executable, "-P", *map(str, args)]
+        env = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+
+    return call
+
+
+def test_help_and_wrong_arguments_do_not_wait_for_torch(without_torch, tmp_path):
+    """Importing it takes seconds."""
+    script = tmp_path / "torchopt-ext"  # as pip writes it
+    script.write_text("import sys; from torchopt_ext.__main__ import main; sys.exit(main())")
+    assert "torch was imported" in without_torch("-c", "import torchopt_ext").stderr
+    for start in (["-m", "torchopt_ext"], [script]):
+        for args in ("--help", "--version", *(f"{name} --help" for name in PARSERS)):
+            done = without_torch(*start, *args.split())
+            assert done.returncode == 0, done
+            assert done.stdout
+        for args, problem in (
+            ("plam", "did you mean plan?"),
+            ("plan", "give one of MODEL"),
+            ("plan 7X", "no number of parameters such as 7B"),
+            ("plan 7B --rest lion", "--rest needs --algorithm muon"),
+            ("schedule", "give --steps"),
+            ("inspect", "checkpoint"),
+            ("convert a.pt b.pt --to-torch --state-dtype int8", "fp32 moments"),
+        ):
+            done = without_torch(*start, *args.split())
+            assert done.returncode == 2
+            assert problem in done.stderr
+
+
+def test_programs_get_the_operators_at_once(tmp_path):
+    """Also one that is a module itself: only the command line waits."""
+    (tmp_path / "mine").mkdir()
+    text = "import sys, torchopt_ext; print('torchopt_ext.ops' in sys.modules)"
+    (tmp_path / "mine" / "__init__.py").write_text(text)
+    (tmp_path / "mine" / "__main__.py").touch()
+    paths = [str(tmp_path), str(Path(torchopt_ext.__file__).parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    for args in (["mine"], ["mine", "torchopt_ext"]):
+        command = [sys.executable, "-P", "-m", *args]
+        assert subprocess.check_output(command, env=env, text=True) == "True\n"
+
+
+def test_a_terminal_shows_that_torch_is_imported(capfd):
+    """The line is gone when the output comes; other libraries' warnings are not shown."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "torchopt_ext", "plan", "--shapes", "2x3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while part := os.read(ours, 1000):
+                shown += part
+        assert process.stdout.read().startswith("2x3\n")
+    os.close(ours)
+    first, blank, rest = shown.split(b"\r", 2)
+    assert first == b"importing torch ..."
+    assert blank == b" " * len(first)
+    assert rest == b""
+
+
+def test_warnings_and_logs_of_others_are_not_shown(run, monkeypatch, tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import logging, torch, warnings\n"
+        "def build():\n"
+        "    warnings.warn('loud'); logging.warning('loud'); logging.getLogger('a').warning('b')\n"
+        "    return torch.nn.Linear(2, 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run("plan", "--model", "loud:build")  # which checks that stderr is empty

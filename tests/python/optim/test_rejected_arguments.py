@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedMuon, FusedOptimizer
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedMuon, FusedOptimizer, GradScaler
 from torchopt_ext.containers import OptimizersContainer
 
 from ...support.compare import unchanged
@@ -117,7 +118,10 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     *((ANY, {"master_weights": wrong}, "master_weights") for wrong in ("fp16", True, "")),
     *((ANY, {"state_dtype": wrong}, "state_dtype") for wrong in (FP16, FP64, torch.int16, "fp16")),
     (ANY, {"state_dtype": "int4"}, "state_dtype: 'int4', expected None or one of 'fp32', "),
-    *((ANY, {name: 1.0}, "mean 'max_grad_norm'") for name in ("max_norm", "gradient_clip_val")),
+    *((ANY, {name: 1.0}, "mean 'max_grad_norm'") for name in
+      ("max_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip", "clip", "clipnorm")),
+    (ANY, {"learning_rate": 1.0}, "mean 'lr'"),
+    (ANY, {"wd": 1.0}, "mean 'weight_decay'"),
     (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),
@@ -318,9 +322,38 @@ def test_what_is_no_parameters(cls: Any) -> None:
         (model[0], "params is a Linear module"),
         (model.parameters, r"params is Module.parameters, .* such as model.parameters\(\)$"),
         (3, "params is 3, expected parameters or param groups"),
+        ([{"params": model}], "params is a Sequential module, .*such as model.parameters"),
     ):
         with pytest.raises(TypeError, match=message):
             cls(wrong)
+    optimizer = FusedAdamW(model[0].parameters())
+    with pytest.raises(TypeError, match=r"params is a Linear module, .*such as model.parameters"):
+        optimizer.add_param_group({"params": model[1]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("path", ["step.pt", Path("step.pt")])
+def test_paths_are_no_state_dicts(path: Any) -> None:
+    model = nn.Linear(3, 3)
+    for optimizer in (
+        OptimizersContainer([model], FusedAdamW, {}),
+        FSDPadaptOptimizer(FusedAdamW(model.parameters())),
+        FSDPadaptOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
+        GradScaler("cpu"),
+    ):
+        with pytest.raises(TypeError, match="expected a dict: load the file first, such as by tor"):
+            optimizer.load_state_dict(path)
+
+
+def test_a_process_group_that_was_destroyed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=dist.new_group([0]))
+    dist.destroy_process_group()
+    params[0].grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="group was destroyed: build another optimizer with a"):
+        optimizer.step()
+    assert params[0].tolist() == [1, 1, 1]
 
 
 def test_what_is_no_state_dict() -> None:

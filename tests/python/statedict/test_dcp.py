@@ -41,7 +41,7 @@ class Flat(Nested):
     def state_dict(self) -> dict[str, Any]:
         return {"state.w.sum": torch.arange(3.0)}
 
-    def checkpoint_buffers(self, ids: list[str]) -> Any:
+    def _checkpoint_buffers(self, ids: list[str]) -> Any:
         return lambda path, like: torch.empty(like.shape)
 
 

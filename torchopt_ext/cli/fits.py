@@ -1,0 +1,228 @@
+"""Which settings of an optimizer fit into a GPU's memory, fastest first."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torchopt_ext.cli.arguments import SHARDINGS, SHORT
+from torchopt_ext.cli.estimates import estimates
+from torchopt_ext.cli.tensors import Source, as_dtype
+from torchopt_ext.cli.terminal import WIDTH, CommandError, figures, size, table, unit_of
+from torchopt_ext.optim.estimate import RankBytes
+
+SHOWN = 12
+BANDWIDTH, LINK = 2000.0, 50.0
+"""GB/s of a GPU's memory and of its link to the host, for the order where options do not say."""
+CLASSES = {
+    "adam": "FusedAdam", "adamw": "FusedAdamW", "lion": "FusedLion", "sgd": "FusedSGD",
+    "muon": "FusedMuon", "normuon": "FusedMuon",
+}  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """Names as on the command line; None for the dtype of parameters that keep their own."""
+
+    dtype: str | None
+    master_weights: str | None
+    state_dtype: str | None
+    stochastic_rounding: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """The setting as arguments of an optimizer."""
+        values = self._asdict()
+        del values["dtype"]
+        if self.state_dtype == "float32":  # the default
+            del values["state_dtype"]
+        return "".join(f", {name}={value!r}" for name, value in values.items() if value)
+
+
+SETTINGS = (
+    Setting("float32", None, "float32"),
+    Setting("float32", None, "bfloat16", stochastic_rounding=True),
+    Setting("float32", None, "int8"),
+    Setting("bfloat16", "fp32", "float32"),
+    Setting("bfloat16", "remainder", "float32"),
+    Setting("bfloat16", "remainder8", "float32"),
+    Setting("bfloat16", "remainder", "bfloat16", stochastic_rounding=True),
+    Setting("bfloat16", "remainder8", "int8"),
+    Setting("bfloat16", None, "bfloat16", stochastic_rounding=True),
+)
+"""The settings that train as well as fp32 (docs/memory.md)."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A setting that fits. Of all ranks, bytes are the most, and what is left the least."""
+
+    sharding: str
+    setting: Setting
+    state_fraction: float
+    on_gpu: int
+    left: int
+    on_host: int
+    moved: int
+    sent: int
+
+
+def settings(options: Any) -> list[Setting]:
+    """Returns the settings that the options leave open, or the only one that they describe."""
+    given = (options.dtype, options.master_weights, options.state_dtype)
+    found = [
+        setting
+        for setting in SETTINGS
+        if all(want in (None, has) for want, has in zip(given, setting, strict=False))
+    ]
+    return found or [Setting(*given)]
+
+
+def search(source: Source, options: Any, done: Callable[[], None]) -> tuple[list[Fit], int]:
+    """Returns what fits, fastest first, and otherwise the fewest bytes that are missing."""
+    most = int(options.gpu_memory * 1e9)
+    shardings = [options.sharding] if options.sharding else [*SHARDINGS]
+    if options.world_size == 1 and not options.sharding:
+        shardings = ["ddp"]
+    fits: list[Fit] = []
+    missing: list[int] = []
+    problem = None
+    for setting in settings(options):
+        model = source._replace(entries=as_dtype(source.entries, setting.dtype))
+        storage = {
+            "master_weights": setting.master_weights,
+            "state_dtype": setting.state_dtype and getattr(torch, setting.state_dtype),
+            "state_device": "cpu",  # what could lie there
+            "state_fraction": options.state_fraction or 1.0,
+        }
+        try:
+            _, plans = estimates(model, options, shardings, done, **storage)
+        except CommandError as error:  # such as amsgrad with 8 bits
+            problem = error
+            continue
+        for sharding, ranks in plans.items():
+            found = fit(sharding, setting, {*ranks}, most, options)
+            if found.left < 0:
+                missing.append(-found.left)
+            else:
+                fits.append(found)
+    if not fits and not missing and problem is not None:
+        raise problem
+    fits.sort(key=lambda each: (seconds(each, options), each.sent, -each.left))
+    return fits, min(missing, default=0)
+
+
+def fit(sharding: str, setting: Setting, ranks: set[RankBytes], most: int, options: Any) -> Fit:
+    """Returns how ranks fit, with no more states on the host than they must.
+
+    What ``--state-device`` and ``--state-fraction`` say is not changed. If a rank does not fit,
+    less than nothing is left.
+
+    Args:
+        ranks: their bytes with all states on the host, or those of ``--state-fraction``.
+    """
+    fraction = moved_there = 1.0
+    if options.state_device:
+        fraction = options.state_fraction or 1.0
+    else:
+        shares = [max(0, rank.held - most) / (rank.host or 1) for rank in ranks]
+        fraction = moved_there = min(1.0, math.ceil(100 * max(shares)) / 100)
+    on_gpu = max(rank.held - round(moved_there * rank.host) for rank in ranks)
+    return Fit(
+        sharding,
+        setting,
+        fraction,
+        on_gpu=on_gpu,
+        left=most - on_gpu,
+        on_host=round(moved_there * max(rank.host for rank in ranks)),
+        moved=max(rank.moved for rank in ranks),
+        sent=max(rank.sent for rank in ranks),
+    )
+
+
+def seconds(fit: Fit, options: Any) -> float:
+    """Returns the time of the step, and of sending if the network's bandwidth is known."""
+    memory = fit.moved / (options.bandwidth or BANDWIDTH)
+    link = fit.on_host / (options.link or LINK)
+    sent = fit.sent / options.network if options.network else 0.0
+    return (max(memory, link) + sent) / 1e9
+
+
+def as_json(source: Source, fits: list[Fit], missing: int, options: Any) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "world_size": options.world_size,
+        "gpu_memory": int(options.gpu_memory * 1e9),
+        "fits": [asdict(each) | {"setting": each.setting._asdict()} for each in fits],
+        "missing": 0 if fits else missing,
+    }
+
+
+def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
+    total = sum(entry.tensor.numel() for entry in source.entries)
+    count = options.world_size
+    gpus = f"{count:,} GPUs" if count > 1 else "1 GPU"
+    lines = [
+        source.name,
+        f"{total:,} parameters in {len(source.entries):,} tensors; {gpus} of "
+        f"{size(options.gpu_memory * 1e9)}",
+        "",
+    ]
+    if not fits:
+        beside = "" if options.state_device else ", even with all states in memory of the host"
+        text = (
+            f"Nothing fits: each GPU lacks at least {size(missing)}{beside}. Divide the model over "
+            f"more GPUs (--world-size), or step in backward, which keeps no gradients "
+            f"(docs/in_backward.md)."
+        )
+        return "\n".join([*lines, *textwrap.wrap(text, WIDTH)])
+    unit, scale = unit_of(max(max(each.left, each.moved) for each in fits))
+    timed = options.bandwidth or options.link
+    header = ["", "weights", "masters", "moments", "on host", "left", "moved", "sent"]
+    rows = []
+    for each in fits[:SHOWN]:
+        dtype, masters, moments, is_random = each.setting
+        rows.append([
+            each.sharding,
+            SHORT.get(dtype or "", "own"),
+            masters or "",
+            SHORT.get(moments or "", moments or "") + is_random * " random",
+            *(figures(n / scale) for n in (each.on_host, each.left, each.moved, each.sent)),
+            *([figures(1e3 * seconds(each, options))] if timed else []),
+        ])  # fmt: skip
+    text = (
+        f"These fit, fastest first. In {unit} on the rank that holds most: states on the host, "
+        f"memory left for activations and buffers, bytes that a step moves and that a training "
+        f"step sends" + ("; times in ms:" if timed else ":")
+    )
+    lines += [*textwrap.wrap(text, WIDTH), ""]
+    lines += [table([*header, *(["step"] if timed else [])], rows, text=4), ""]
+    if len(fits) > SHOWN:
+        lines.append(f"{len(fits) - SHOWN:,} more fit: --json lists them.")
+    return "\n".join([*lines, *textwrap.wrap(advice(fits, options), WIDTH)])
+
+
+def advice(fits: list[Fit], options: Any) -> str:
+    """Says how the first row is written in Python, and what the order assumes."""
+    (sharding, setting, fraction), place = (
+        (fits[0].sharding, fits[0].setting, fits[0].state_fraction),
+        "",
+    )
+    if fraction:
+        place = ", state_device='cpu'"
+        place += f", state_fraction={fraction:g}" if fraction < 1 else ""
+    made = f"{CLASSES[options.algorithm]}(params{setting.arguments}{place})"
+    over = f" over {setting.dtype} weights" if setting.dtype else ""
+    text = f"The first row is {made}{over}."
+    if options.world_size > 1:
+        text += f" {sharding}: {SHARDINGS[sharding]}."
+    if any(fit.on_host for fit in fits) and not (options.bandwidth and options.link):
+        text += (
+            f" The order assumes memory of {options.bandwidth or BANDWIDTH:,.0f} GB/s and a link "
+            f"of {options.link or LINK:,.0f} GB/s: see --bandwidth and --link."
+        )
+    return text
