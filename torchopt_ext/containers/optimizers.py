@@ -32,6 +32,7 @@ from torchopt_ext.optim.hooks import (
 from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.muon_routing import keys_by_route
 from torchopt_ext.optim.owners import number_matrices
+from torchopt_ext.optim.placed_states import move_states, placed_together
 from torchopt_ext.state.entries import BY_NAME, unwrapped
 from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
@@ -120,7 +121,8 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             keys = keys_by_route(model_parts, muon, adamw, adamw_options or {}, partial=partial)
         elif muon or adamw or adamw_options:
             raise ValueError("muon, adamw and adamw_options have no effect without FusedMuon")
-        with embeddings_among(module for part in model_parts for module in part.modules()):
+        modules = [module for part in model_parts for module in part.modules()]
+        with embeddings_among(modules), placed_together():
             self.optimizers = [
                 optimizer_cls(
                     in_groups(share, chosen, lr, keys), **own_fp32_moments(arguments, share)
@@ -301,6 +303,26 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             raise
         for optimizer in fused:
             optimizer._set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
+
+    def move_state(self, device: torch.device | str | None) -> None:
+        """Moves all parts' states as :meth:`torchopt_ext.FusedAdamW.move_state` does.
+
+        ``state_fraction`` counts over all parts.
+
+        Raises:
+            AttributeError: no inner optimizer is a fused one.
+            ValueError, RuntimeError: as FusedAdamW's. Nothing has changed.
+        """
+        move_states(self._fused(), device)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all parts' states that lie in page-locked memory of the host.
+
+        Raises:
+            AttributeError: no inner optimizer is a fused one.
+        """
+        return sum(optimizer.host_bytes for optimizer in self._fused())
 
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""

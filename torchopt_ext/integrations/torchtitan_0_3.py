@@ -43,6 +43,7 @@ from torchopt_ext.optim import FusedMuon, FusedOptimizer
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.embeddings import embeddings_among
 from torchopt_ext.optim.options import configures_step
+from torchopt_ext.optim.placed_states import placed_together
 from torchopt_ext.state.collective import all_gather_text
 from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.dcp import group_of
@@ -132,7 +133,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         _reject_ineffective(config, {name: arguments[name] for name in ours}, dtypes)
         self.model_parts = model_parts
         keys = keys_by_matrix(config, classes, model_parts, matched)
-        with embeddings_among(module for part in model_parts for module in part.modules()):
+        modules = [module for part in model_parts for module in part.modules()]
+        with embeddings_among(modules), placed_together():
             by_part = [
                 self._built_for_part(index, config, named, classes, arguments, keys)
                 for index, named in enumerate(matched)

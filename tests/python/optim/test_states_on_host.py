@@ -31,22 +31,16 @@ from torch.utils._pytree import tree_leaves
 
 from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
 from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
-from torchopt_ext.state import host_memory
 from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.problems import copied, make_params, set_gradients, through_file, train
 from ...support.ways import BF16, WAYS, each_kind_and_way, each_way
 
+pytestmark = pytest.mark.usefixtures("params_on_gpu")
 SHAPES = ((3, 4), (7,), (), (0, 2), (2, 1031), (130, 65), (1, 33_003))
 BESIDE = re.compile("step|.*_scale_v2|second_momentum_buffer")
 HOST_CUDA = re.search(r"\S*/host_cuda/\S*", Path("/proc/self/maps").read_text())
-
-
-@pytest.fixture(autouse=True)
-def memory_of_parameters_is_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "ACCELERATORS", {"cuda", "cpu"})
-    monkeypatch.setattr("torchopt_ext.state.storage.ACCELERATORS", {"cuda", "cpu"})
 
 
 @contextmanager
@@ -180,7 +174,9 @@ def test_an_optimizer_without_memory_raises(monkeypatch: pytest.MonkeyPatch) -> 
     train(optimizer, range(1))
 
 
-def test_on_the_cpu_states_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_states_are_where_they_are(
+    params_on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same script runs without a GPU."""
     monkeypatch.undo()
     optimizer = FusedAdamW(make_params(SHAPES), state_device="cpu", state_fraction=0.5)
