@@ -313,7 +313,7 @@ class OptimizersContainer(HookedStep, Optimizer, Stateful, Generic[T]):
             AttributeError: no inner optimizer is a fused one.
             ValueError, RuntimeError: as FusedAdamW's. Nothing has changed.
         """
-        move_states(self._fused(), device)
+        move_states(self._fused(), device, self)
 
     @property
     def host_bytes(self) -> int:

@@ -106,11 +106,21 @@ def placed_together() -> Iterator[None]:
 
 
 @torch.no_grad()
-def move_states(optimizers: Sequence[Any], device: torch.device | str | None) -> None:
-    """Does :meth:`PlacedStates.move_state` for one optimizer, or all that were placed together."""
-    if any(optimizer._context is not IDLE for optimizer in optimizers):
+def move_states(
+    optimizers: Sequence[Any], device: torch.device | str | None, owner: Any = None
+) -> None:
+    """Does :meth:`PlacedStates.move_state` for one optimizer, or all that were placed together.
+
+    Args:
+        owner: a container or wrapper around the optimizers.
+    """
+    every = [each for each in (*optimizers, owner) if each is not None]
+    if any(each._context is not IDLE for each in every):
         raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
     storages = [replace(each._storage, state_device=device) for each in optimizers]
+    for each in every:  # offload_fsdp_optimizer may have moved states until the next step
+        if (offloader := getattr(each, "_offloader", None)) is not None:
+            offloader.bring_back()
     storages = _with_resident(optimizers, storages)
     _reserve(optimizers, storages)
     for optimizer, storage in zip(optimizers, storages, strict=True):
@@ -130,6 +140,7 @@ def _reserve(optimizers: Sequence[Any], storages: Sequence[Storage]) -> None:
     missing = [
         need
         for optimizer, storage in zip(optimizers, storages, strict=True)
+        if storage.state_device is not None
         for need in _needs(optimizer)
         if storage.on_host(need.param)
         and not is_on_host(optimizer.state.get(need.param, {}).get(need.name))
