@@ -25,6 +25,7 @@ from torchopt_ext.cli.tensors import (
     MASTERS_NAMED,
     Entry,
     Source,
+    add_dtype,
     add_source,
     as_modules,
     from_options,
@@ -56,6 +57,7 @@ PLAIN = "a += b"
 """The roofline. Like a step, it writes what it has read, and reads more than it writes."""
 ELEMENTS = 2**25
 """Elements of each of the roofline's two float32 tensors: more than caches hold."""
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 Clock = Callable[[Call], float]
 
 
@@ -72,6 +74,7 @@ def parser() -> Parser:
         --model examples.model:build --seconds 10
         --shapes 2000x1000 --markdown bench.md --plot bench.png
         --params 1e8 --dtype bfloat16 --master-weights fp32 --json
+        --params 1B --dtype bf16 --master-weights remainder8 --state-dtype int8 --offload
         """,
     )
     add_source(command)
@@ -88,7 +91,13 @@ def parser() -> Parser:
         help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
     )
     command.add_argument(
-        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
+        "--offload",
+        action="store_true",
+        help="measure instead what states in host memory cost: the link, the host, the steps",
+    )
+    add_dtype(command, "--state-dtype", STATE_DTYPES, "with --offload, dtype of the moments")
+    command.add_argument(
+        "--device", help="cpu, cuda or such as cuda:1 (cpu; with --offload a GPU if there is one)"
     )
     command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
     command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
@@ -102,6 +111,7 @@ def parser() -> Parser:
 
 def main(args: list[str]) -> int:
     options = parser().parse_args(args)
+    check_offload(options)
     if options.threads is not None:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
@@ -122,6 +132,12 @@ def main(args: list[str]) -> int:
         raise CommandError(f"--master-weights needs 16-bit parameters, and {name} has none")
     if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
+    if options.offload:
+        from torchopt_ext.cli import bench_offload
+
+        results = bench_offload.main(name, like, options)
+        print(json.dumps(results, indent=2) if options.json else bench_offload.as_text(results))
+        return 0
     chosen = matrices_of(source, trained) if options.algorithm == "muon" else None
     results = run(name, like, options, chosen)
     if options.markdown is not None:
@@ -132,6 +148,20 @@ def main(args: list[str]) -> int:
         draw(results, options.plot)
     print(json.dumps(results, indent=2) if options.json else as_text(results))
     return 0
+
+
+def check_offload(options: Any) -> None:
+    """Rejects options that do not go with --offload or need it, and chooses the device."""
+    if options.state_dtype and not options.offload:
+        raise CommandError("--state-dtype needs --offload")
+    for name in ("markdown", "plot") if options.offload else ():
+        if getattr(options, name) is not None:
+            raise CommandError(f"--{name} does not go with --offload: --json prints all results")
+    if options.offload and options.algorithm != "adamw":
+        raise CommandError(f"--offload measures AdamW: --algorithm is {options.algorithm}")
+    if options.device is None:
+        has_gpu = options.offload and torch.cuda.is_available()
+        options.device = "cuda" if has_gpu else "cpu"
 
 
 def matrices_of(source: Source, trained: list[Entry]) -> set[int]:
@@ -152,10 +182,8 @@ def run(
     name: str, like: list[Tensor], options: Any, chosen: Collection[int] | None = None
 ) -> dict[str, Any]:
     """Builds the optimizers, times their steps, and returns all results."""
+    device = device_of(options)
     try:
-        device = torch.device(options.device)
-        if device.type not in ("cpu", "cuda"):
-            raise CommandError(f"--device is {options.device}, expected cpu or cuda")
         if device.type == "cpu":
             check_memory(name, like)
         params = filled(like, device)
@@ -175,10 +203,34 @@ def run(
         if "memory" not in str(error):
             raise
         raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
-    about = environment(device)
     ours, *_ = steps
     groups = params if chosen is None else with_adamw(params, chosen)
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
+    return {
+        **described(name, params, options, device),
+        "roofline_bytes_per_second": bandwidth,
+        "bytes_moved": estimate(groups, master_weights=options.master_weights)[0].moved,
+        "rounds": len(samples[ours]),
+        "steps": {label: summary(times, samples[ours]) for label, times in samples.items()},
+        "missing": missing,
+    }
+
+
+def device_of(options: Any) -> torch.device:
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise CommandError(f"--device {options.device}: {first_sentence(error)}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CommandError(f"--device is {options.device}, expected cpu or cuda")
+    return device
+
+
+def described(
+    name: str, params: list[Tensor], options: Any, device: torch.device
+) -> dict[str, Any]:
+    """Returns what :func:`about` shows."""
+    about = environment(device)
     return {
         "date": about["date"][:10],
         "model": name,
@@ -190,11 +242,6 @@ def run(
         "instruction_set": about["torchopt_ext_kernels"] if device.type == "cpu" else None,
         "threads": about["threads"],
         "versions": {name: about[name] for name in ("torchopt_ext", "torch", "python")},
-        "roofline_bytes_per_second": bandwidth,
-        "bytes_moved": estimate(groups, master_weights=options.master_weights)[0].moved,
-        "rounds": len(samples[ours]),
-        "steps": {label: summary(times, samples[ours]) for label, times in samples.items()},
-        "missing": missing,
     }
 
 
@@ -364,11 +411,12 @@ def about(results: dict[str, Any]) -> str:
     )
     held = f", {MASTERS_NAMED[kind]}" if kind else ""
     threads = f"{f'{instructions}, ' if instructions else ''}{results['threads']} threads"
-    bandwidth = size(results["roofline_bytes_per_second"])
+    bandwidth = results.get("roofline_bytes_per_second")
+    roofline = f"; {PLAIN} moves {size(bandwidth)}/s" if bandwidth else ""
     return (
         f"{results['model']}: {results['parameters']:,} parameters in {results['tensors']:,} "
         f"tensors, {', '.join(results['dtypes'])}{held}\n"
-        f"{results['device']}, {threads}; {PLAIN} moves {bandwidth}/s\n"
+        f"{results['device']}, {threads}{roofline}\n"
         f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
         f"Python {versions['python']}; {results['date']}"
     )
