@@ -22,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext import containers
+from torchopt_ext.containers.arguments import (
+    own_fp32_moments,
+    trainable_parameters,
+    with_fp32_moments,
+)
 from torchopt_ext.containers.build import (
     FUSED,
     ineffective,
@@ -30,12 +35,7 @@ from torchopt_ext.containers.build import (
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
-from torchopt_ext.containers.optimizers import (
-    fused_of,
-    own_fp32_moments,
-    trainable_parameters,
-    with_fp32_moments,
-)
+from torchopt_ext.containers.optimizers import fused_of
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.integrations.torchtitan_clipping import take_over, watch

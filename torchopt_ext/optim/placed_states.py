@@ -20,8 +20,8 @@ from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.storage import Storage, is_steppable
 
-_together: ContextVar[list[ref[Any]] | None] = ContextVar("together", default=None)
-"""The optimizers built in :func:`placed_together`."""
+_together: ContextVar[dict[int, ref[Any]] | None] = ContextVar("together", default=None)
+"""The optimizers built in :func:`placed_together`, by id."""
 
 
 class PlacedStates(PlannedStep):
@@ -30,7 +30,7 @@ class PlacedStates(PlannedStep):
     def _reserve_host_memory(self) -> None:
         """Locks memory for states that will lie on the host."""
         if (built := _together.get()) is not None:
-            built.append(ref(self))
+            built[id(self)] = ref(self)
         else:
             self._choose_resident()
             _reserve([self], [self._storage])
@@ -90,13 +90,13 @@ def placed_together() -> Iterator[None]:
 
     Their memory on the host is locked together, and ``state_fraction`` counts over all of them.
     """
-    every: list[ref[Any]] = []
+    every: dict[int, ref[Any]] = {}
     token = _together.set(every)
     try:
         yield
     finally:
         _together.reset(token)
-    if built := [optimizer for each in every if (optimizer := each()) is not None]:
+    if built := [optimizer for each in every.values() if (optimizer := each()) is not None]:
         host = HostMemory(users=len(built))
         storages = [replace(optimizer._storage, host=host) for optimizer in built]
         storages = _with_resident(built, storages)
