@@ -45,5 +45,5 @@ def addresses(optimizers: Any) -> list[int]:
         for optimizer in optimizers
         for state in optimizer.state.values()
         for value in state.values()
-        if is_on_host(value)
+        if is_on_host(value) and value.numel()
     )

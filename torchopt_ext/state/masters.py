@@ -151,6 +151,8 @@ def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage:
         )
     if problem := param_problem(param):
         raise ValueError(f"the weight {problem}")
+    if not state:  # before the first step nothing completes a weight
+        storage = Storage()
     kept = storage.master_of(param)
     if kept is not None:
         fit_master(param, state, storage)
