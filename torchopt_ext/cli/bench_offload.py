@@ -18,6 +18,7 @@ from torchopt_ext.cli.terminal import WIDTH, CommandError, figures, size, table
 from torchopt_ext.cli.timing import seconds_of
 from torchopt_ext.optim.estimate import estimate
 
+cuda: Any = torch.cuda
 ELEMENTS = 2**26
 """Float32 elements of each buffer: copies then take milliseconds."""
 PCIE_5 = 55e9
@@ -39,7 +40,7 @@ def main(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     """Measures the link, the host and the steps, and returns all results."""
     device = bench.device_of(options)
     held = {"master_weights": options.master_weights, "state_dtype": options.state_dtype}
-    places = {ON_CPU: {}}
+    places: dict[str, dict[str, str]] = {ON_CPU: {}}
     if has_link(device):
         places = {ON_GPU: {}, MAPPED: {"state_device": "cpu"}}
     else:
@@ -85,11 +86,11 @@ def transfers(device: torch.device) -> tuple[dict[str, _Measure], dict[str, int]
         functools.partial(to.copy_, from_, non_blocking=True)
         for to, from_ in ((there, out), (into, back))
     )
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    streams = [cuda.Stream(device) for _ in range(2)]
 
     def both() -> None:
         for stream, copy in zip(streams, (up, down), strict=True):
-            with torch.cuda.stream(stream):
+            with cuda.stream(stream):
                 copy()
 
     calls: dict[str, Callable[[], Any]] = {
@@ -110,7 +111,7 @@ def transfers(device: torch.device) -> tuple[dict[str, _Measure], dict[str, int]
         start = time.perf_counter()
         plain()
         spent = time.perf_counter() - start
-        torch.cuda.synchronize(device)
+        cuda.synchronize(device)
         return spent
 
     measures: dict[str, _Measure] = {
