@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchopt_ext import _C
+from torchopt_ext.mixed_precision import offload
 from torchopt_ext.state.host_memory import is_on_host
 
 BESIDE = re.compile("step|.*_scale_v2|second_momentum_buffer")
@@ -22,6 +23,11 @@ def places(optimizers: Any) -> dict[Any, set[bool]]:
         for param, state in optimizer.state.items()
         if param.numel()
     }
+
+
+def let_offloading_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets offload_fsdp_optimizer move what is not on the host, although no GPU holds it."""
+    monkeypatch.setattr(offload, "is_on_device", lambda t: t.numel() > 1 and not is_on_host(t))
 
 
 def count_locks(monkeypatch: pytest.MonkeyPatch) -> list[int]:

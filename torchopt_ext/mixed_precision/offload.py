@@ -162,12 +162,14 @@ class Offloader:
     def expect_movable(self) -> None:
         """Raises RuntimeError if the states lie on the host during steps, too."""
         optimizer: Any = self._optimizer()
-        stepped = getattr(optimizer, "_stepper", optimizer)  # FSDPadaptOptimizer's
-        storage = getattr(stepped, "_storage", None)
-        if storage is not None and any(map(storage.on_host, params_of(stepped))):
-            raise RuntimeError(
-                "the optimizer's states lie on the host: it was given state_device='cpu'"
-            )
+        # A container's, or FSDPadaptOptimizer's.
+        stepped = getattr(optimizer, "optimizers", [getattr(optimizer, "_stepper", optimizer)])
+        for each in stepped:
+            storage = getattr(each, "_storage", None)
+            if storage is not None and any(map(storage.on_host, params_of(each))):
+                raise RuntimeError(
+                    "the optimizer's states lie on the host: it was given state_device='cpu'"
+                )
 
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:

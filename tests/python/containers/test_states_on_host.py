@@ -13,9 +13,10 @@ from torch import nn
 
 from torchopt_ext import FusedAdamW, FusedMuon
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.mixed_precision import offload_fsdp_optimizer
 
 from ...support.compare import snapshot
-from ...support.host_states import addresses, count_locks, places
+from ...support.host_states import addresses, count_locks, let_offloading_move, places
 from ...support.problems import through_file
 from .conftest import assert_same, parameters
 
@@ -112,6 +113,29 @@ def test_moved_at_random_between_steps(kind: str, way: str) -> None:
 
 
 @each_kind
+def test_a_move_brings_offloaded_states_back_first(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next step would, and move them to the host once more."""
+    let_offloading_move(monkeypatch)
+    beside, moved = both(kind, "fp32")
+    moved.move_state("cuda")
+    for seed in range(3):
+        for container in (beside, moved):
+            train(container, [seed])
+        offload_fsdp_optimizer(moved)
+        assert moved.host_bytes > 0
+        moved.move_state("cpu")
+        held = addresses(moved)
+        for container in (beside, moved):
+            train(container, [10 + seed])
+        assert addresses(moved) == held
+        moved.move_state("cuda")
+        assert moved.host_bytes == 0
+    assert_same_state(beside, moved)
+
+
+@each_kind
 def test_a_move_locks_once_for_each_entry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_host = both(kind, "master")[1]
     train(on_host, range(2))
@@ -182,6 +206,8 @@ def test_a_lock_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_rejected() -> None:
     container = both("in backward", "fp32")[1]
+    with pytest.raises(RuntimeError, match="state_device='cpu'"):
+        offload_fsdp_optimizer(container)
     with pytest.raises(ValueError, match="Invalid state_device: 'disk'"):
         container.move_state("disk")
     seen: list[str] = []

@@ -22,7 +22,7 @@ from torchopt_ext.mixed_precision import (
 )
 
 from ...support.compare import snapshot
-from ...support.host_states import addresses, count_locks, places
+from ...support.host_states import addresses, count_locks, let_offloading_move, places
 from ...support.problems import make_params, through_file
 
 pytestmark = pytest.mark.usefixtures("params_on_gpu")
@@ -87,8 +87,9 @@ def test_same_bits_and_never_beside_the_parameters(
 
 
 @each_base
-def test_moved_between_steps(base: str) -> None:
+def test_moved_between_steps(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after offload_fsdp_optimizer, whose state the next step would bring back."""
+    let_offloading_move(monkeypatch)
     draw = random.Random(2)
     beside, on_host = both(base)
     for seed in range(8):
@@ -99,6 +100,7 @@ def test_moved_between_steps(base: str) -> None:
         assert (on_host.host_bytes > 0) == (place == "cpu")
         if place == "cuda":
             offload_fsdp_optimizer(on_host)
+            assert on_host.host_bytes > 0
     assert snapshot(on_host) == snapshot(beside)
 
 
