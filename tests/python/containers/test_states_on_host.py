@@ -100,8 +100,9 @@ def test_same_bits_and_never_beside_the_parameters(
 
 @each_kind
 @each_way
-def test_moved_at_random_between_steps(kind: str, way: str) -> None:
-    beside, on_host = both(kind, way, state_fraction=0.6)
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_moved_at_random_between_steps(kind: str, way: str, fraction: float) -> None:
+    beside, on_host = both(kind, way, state_fraction=fraction)
     draw = random.Random(4)
     for seed in range(6):
         place = draw.choice(["cpu", "cuda", None])
