@@ -102,7 +102,8 @@ test-cpp: $(VENV)/.installed ## Build and run the C++ tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
 # Runs tests of the CPU with the library of tests/cpp/host_cuda, whose code is the CUDA back end's.
-HOST_CUDA := tests/python/ops tests/python/optim tests/python/mixed_precision tests/python/test_golden.py
+HOST_CUDA := tests/python/ops tests/python/optim tests/python/mixed_precision tests/python/test_golden.py \
+	tests/python/containers/test_states_on_host.py
 test-host-cuda: test-cpp ## Test the CUDA back end on the host, in place of the CPU's
 	export LD_LIBRARY_PATH=$(BUILD)/tests/cpp/host_cuda && \
 		$(PY) -P -c 'import torchopt_ext; assert "/host_cuda/" in open("/proc/self/maps").read()' && \

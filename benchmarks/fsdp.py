@@ -1,10 +1,13 @@
-"""Times FSDP2's all-gathers and the step with and without low-precision shards. See README.md.
+"""Times FSDP2's all-gathers and the step with and without low-precision shards, and the step of
+CPUOffloadPolicy. See README.md.
 
 python benchmarks/fsdp.py --out out/bench-fsdp
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness
@@ -14,7 +17,13 @@ from harness import Case, Group
 from ranks import on_ranks, run_ranks, sample
 from shapes import GPT2, QUICK_SETS, SETS, Shapes
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +31,8 @@ from torchopt_ext import FusedAdamW
 from torchopt_ext.fsdp import keep_low_precision_shards
 
 CAST, KEPT = "FSDP2 casts", "low-precision shards"
+OURS, TORCH = "torchopt_ext", "torch fused"
+OFFLOADED = "CPUOffloadPolicy"
 COPY_IN, STEP, BOTH, GATHER = "copy in", "clip+step", "2 copy in, clip+step", "all-gather"
 IN_BLOCK = 12  # tensors of a layer
 
@@ -118,6 +129,27 @@ class Sharded:
         return copied.count / self.elements
 
 
+def offloaded_step(kind: str, shapes: Shapes) -> Callable[[], object]:
+    """Returns clipping and a step over shards that CPUOffloadPolicy keeps on the CPU."""
+    torch.manual_seed(0)
+    layers = [shapes[i : i + IN_BLOCK] for i in range(0, len(shapes), IN_BLOCK)]
+    model = nn.Sequential(*[nn.ParameterList(map(torch.randn, some)) for some in layers])
+    for module in (*model, model):
+        fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    params = list(model.parameters())
+    for param in params:
+        param.grad = 0.1 * param.detach()
+    if kind == OURS:
+        return FusedAdamW(params, lr=1e-4, max_grad_norm=1.0).step
+    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+    def clip_and_step() -> None:
+        clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return clip_and_step
+
+
 def on_rank(rounds: int, quick: bool) -> dict[str, Any]:
     """Times both kinds on a rank, and counts the bytes that each moves."""
     dist.init_process_group("gloo")
@@ -128,7 +160,15 @@ def on_rank(rounds: int, quick: bool) -> dict[str, Any]:
         calls = {COPY_IN: of.copy_in, STEP: of.step, BOTH: of.both, GATHER: of.gather}
         cases += [Case(kind, operation, call) for operation, call in calls.items()]
     group = Group(f"{GPT2}, {on_ranks(dist.get_world_size())}", shapes, cases, baseline=CAST)
-    rows, _ = harness.measure([lambda: group], rounds, lambda call: call())
+
+    def offloaded() -> Group:
+        steps = [
+            Case(kind, STEP, partial(sample, offloaded_step(kind, shapes)))
+            for kind in (OURS, TORCH)
+        ]
+        return Group(f"{group.name}, {OFFLOADED}", shapes, steps, baseline=TORCH)
+
+    rows, _ = harness.measure([lambda: group, offloaded], rounds, lambda call: call())
     # The norm reads 4, the update moves 28, and the 16-bit copy is only written.
     moved = {kind: [of.copied(), 4 + 28 + 2 * (kind == KEPT)] for kind, of in kinds.items()}
     return {"rows": rows, "bytes": moved}

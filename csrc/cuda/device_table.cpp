@@ -25,8 +25,8 @@ c10::DataPtr allocate(size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
 }
 
-// The tables of destroyed graphs, kept until the next pass. CUDA reports a graph's destruction in a
-// callback that must not call CUDA, and freeing memory calls CUDA.
+// What destroyed graphs have kept, until the next pass or lock of pages. CUDA reports a graph's
+// destruction in a callback that must not call CUDA, and freeing memory calls CUDA.
 struct Released {
   std::mutex mutex;
   std::vector<std::shared_ptr<void>> tables;
@@ -43,13 +43,13 @@ void release(void* tables) {
   released().tables.push_back(std::move(*held));
 }
 
+}  // namespace
+
 void free_released() {
   std::vector<std::shared_ptr<void>> tables;
   const std::scoped_lock lock(released().mutex);
   tables.swap(released().tables);
 }
-
-}  // namespace
 
 void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream stream) {
   if (graph_of(stream) != nullptr) {
@@ -88,11 +88,11 @@ void* DeviceTable::record_use(c10::cuda::CUDAStream stream) {
   return memory_.get();
 }
 
-void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream) {
-  free_released();
+bool keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream) {
   cudaGraph_t const graph = graph_of(stream);
   if (graph == nullptr) {
-    return;
+    free_released();  // not in a capture, which unlocking pages (host_memory.cpp) would end
+    return false;
   }
   auto held = std::make_unique<std::shared_ptr<void>>(tables);
   cudaUserObject_t object = nullptr;
@@ -100,6 +100,7 @@ void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream 
       cudaUserObjectCreate(&object, held.get(), release, 1, cudaUserObjectNoDestructorSync));
   held.release();  // NOLINT(bugprone-unused-return-value): the object's
   C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+  return true;
 }
 
 }  // namespace torchopt_ext

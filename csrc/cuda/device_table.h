@@ -1,8 +1,8 @@
 // Plain values in a device's memory. They are uploaded once, when a work list is first run: from
 // pinned memory without waiting for the device, or, during a capture, from pageable memory.
 //
-// A captured CUDA graph keeps the tables of its work lists until the graph is destroyed. A replay
-// uploads nothing.
+// A captured CUDA graph keeps the tables of its work lists until the graph is destroyed, and states
+// on the host, which it reads by their addresses. A replay uploads nothing.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -38,7 +38,11 @@ class DeviceTable {
   c10::DataPtr memory_;
 };
 
-// If the stream is being captured, makes the graph keep the tables.
-void keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream);
+// If the stream is being captured, makes the graph keep the tables, and returns true.
+bool keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream stream);
+
+// Frees what destroyed graphs have kept. Passes outside of a capture do so, too. Waits for the
+// device if states on the host are freed.
+void free_released();
 
 }  // namespace torchopt_ext

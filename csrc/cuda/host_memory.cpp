@@ -15,6 +15,8 @@
 #include <limits>
 #include <string>
 
+#include "cuda/device_table.h"
+
 namespace torchopt_ext {
 namespace {
 
@@ -88,6 +90,7 @@ std::string most_locked() {
 
 void lock_pages(void* memory, size_t bytes, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
+  free_released();  // memory that is available again
   const uint64_t available = available_bytes();
   cudaError_t error = cudaErrorMemoryAllocation;
   if (bytes <= available) {

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "cpu/float_mode.h"
 #include "cuda/control.h"
@@ -20,6 +21,7 @@
 #include "cuda/host_memory.h"
 #include "cuda/norm.h"
 #include "cuda/traced.h"
+#include "work/host_memory.h"
 
 namespace torchopt_ext::cuda {
 namespace {
@@ -241,6 +243,23 @@ CudaTables& update_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
   return tables;
 }
 
+// A replay uses the states by their addresses, although the optimizer may be gone. States on the
+// host would then be no memory at all, an access to which ends the process.
+void keep_host_states(const WorkList& work, c10::cuda::CUDAStream stream) {
+  const auto blocks = std::make_shared<std::vector<std::shared_ptr<void>>>();
+  if (!keep_with_graph(blocks, stream)) {
+    return;
+  }
+  for (const TensorWork& tensor : work.tensors) {
+    for (int array = 0; array < kPersistentArrays; ++array) {
+      std::shared_ptr<void> block = host_block_at(tensor.memory[array]);
+      if (block != nullptr && std::ranges::find(*blocks, block) == blocks->end()) {
+        blocks->push_back(std::move(block));
+      }
+    }
+  }
+}
+
 void prepare(const WorkList& work, at::Device device) {
   if (!work.tensors.empty()) {
     const c10::cuda::CUDAGuard guard(device);
@@ -256,6 +275,7 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
   const c10::cuda::CUDAGuard guard(control.device());
   const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
   CudaTables& tables = update_tables(work, stream);
+  keep_host_states(work, stream);
   UpdateArgs args{};
   args.tensors = tables.tensors.address<const TensorWork>(stream);
   args.steps = tables.steps.address<TensorStep>(stream);

@@ -41,6 +41,7 @@ int64_t aligned(int64_t bytes) {
 c10::Storage allocate(at::Device device, int64_t bytes, std::optional<at::Device> stepped_on) {
   TORCH_CHECK(!device.is_meta(), "like is on the meta device, which has no memory: pass a device");
   if (stepped_on) {
+    const py::gil_scoped_release others_may_run;  // a gigabyte takes a tenth of a second
     // One byte more, so that empty tensors at the end are in the block.
     return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes),
             allocate_host_memory(bytes + 1, *stepped_on),
@@ -73,9 +74,12 @@ at::Tensor tensor_in(const c10::Storage& block, void* memory, const at::Tensor& 
 // allocation. With `one_version` all share a version counter, as views of one tensor would, so that
 // a change of all tensors is counted once. With `stepped_on` they are zeros in the host's memory
 // that kernels of that device can access (work/host_memory.h).
-py::list carve(const py::list& like, std::optional<at::ScalarType> dtype,
+py::list carve(const py::list& given, std::optional<at::ScalarType> dtype,
                std::optional<at::Device> device, bool one_version,
                std::optional<at::Device> stepped_on) {
+  // Other threads may change the caller's list.
+  const auto like = py::reinterpret_steal<py::list>(
+      PyList_GetSlice(given.ptr(), 0, static_cast<Py_ssize_t>(given.size())));
   TORCH_CHECK_TYPE(!dtype || !c10::isQIntType(*dtype), "dtype is ", *dtype,
                    ", expected one that is not quantized");
   device = stepped_on ? at::kCPU : device;

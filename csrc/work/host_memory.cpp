@@ -7,22 +7,24 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
 
+// One allocation. The tensors in it share it, and captured graphs that use it.
 struct HostBlock {
   char* memory;
   size_t bytes;
   c10::Device device;
 };
 
-// Ends of the blocks by their beginnings.
+// The blocks by their beginnings.
 struct HostBlocks {
   std::mutex mutex;
-  std::map<const char*, const char*, std::less<>> ends;
+  std::map<const char*, std::weak_ptr<HostBlock>, std::less<>> blocks;
 };
 
 HostBlocks& host_blocks() {
@@ -30,16 +32,18 @@ HostBlocks& host_blocks() {
   return all;
 }
 
-void release_host_block(void* context) {
-  const std::unique_ptr<HostBlock> block(static_cast<HostBlock*>(context));
+void free_block(HostBlock* freed) {
+  const std::unique_ptr<HostBlock> block(freed);
   {
     const std::scoped_lock lock(host_blocks().mutex);
-    host_blocks().ends.erase(block->memory);
+    host_blocks().blocks.erase(block->memory);
   }
   if (passes_on(block->device).unlock_pages(block->memory, block->bytes, block->device)) {
     munmap(block->memory, block->bytes);
   }
 }
+
+void drop_reference(void* context) { delete static_cast<std::shared_ptr<HostBlock>*>(context); }
 
 }  // namespace
 
@@ -59,15 +63,26 @@ c10::DataPtr allocate_host_memory(int64_t bytes, c10::Device device) {
     throw;
   }
   auto* const begin = static_cast<char*>(memory);
-  const std::scoped_lock lock(host_blocks().mutex);
-  host_blocks().ends.emplace(begin, begin + size);
-  return {memory, new HostBlock{begin, size, device}, release_host_block, at::kCPU};
+  std::shared_ptr<HostBlock> block(new HostBlock{begin, size, device}, free_block);
+  {
+    const std::scoped_lock lock(host_blocks().mutex);
+    host_blocks().blocks.emplace(begin, block);
+  }
+  return {memory, new std::shared_ptr<HostBlock>(std::move(block)), drop_reference, at::kCPU};
 }
 
-bool is_host_memory(const void* address) {
-  const std::scoped_lock lock(host_blocks().mutex);
-  const auto after = host_blocks().ends.upper_bound(static_cast<const char*>(address));
-  return after != host_blocks().ends.begin() && address < std::prev(after)->second;
+std::shared_ptr<void> host_block_at(const void* address) {
+  std::shared_ptr<HostBlock> block;  // freed after the lock, which freeing takes
+  {
+    const std::scoped_lock lock(host_blocks().mutex);
+    const auto after = host_blocks().blocks.upper_bound(static_cast<const char*>(address));
+    if (after != host_blocks().blocks.begin()) {
+      block = std::prev(after)->second.lock();
+    }
+  }
+  return block != nullptr && address < block->memory + block->bytes ? block : nullptr;
 }
+
+bool is_host_memory(const void* address) { return host_block_at(address) != nullptr; }
 
 }  // namespace torchopt_ext

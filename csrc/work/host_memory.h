@@ -4,6 +4,8 @@
 
 #include <c10/core/Allocator.h>
 
+#include <memory>
+
 namespace torchopt_ext {
 
 // Returns exactly `bytes` of zeros, in pages that kernels of the device can access. torch's
@@ -13,5 +15,8 @@ c10::DataPtr allocate_host_memory(int64_t bytes, c10::Device device);
 
 // Whether an address is in such memory.
 bool is_host_memory(const void* address);
+
+// Returns the allocation that an address is in, or null. It keeps the memory.
+std::shared_ptr<void> host_block_at(const void* address);
 
 }  // namespace torchopt_ext

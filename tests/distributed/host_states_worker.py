@@ -6,33 +6,36 @@ The memory of parameters stands for a GPU's (tests/python/optim/test_states_on_h
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from tests.support.compare import assert_same_bits
 from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW, FusedMuon, ZeroRedundancyOptimizer
+from torchopt_ext.optim import norm, rejection
 from torchopt_ext.state.host_memory import ACCELERATORS, is_on_host
 from torchopt_ext.statedict.dcp import load
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 0.5, "master_weights": "remainder"}
 
 
-def model_of(shards: bool) -> nn.Sequential:
+def model_of(shards: bool, dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Sequential:
     torch.manual_seed(3)
     layers = [nn.Linear(130, 70), nn.Tanh(), nn.Linear(70, 3)]
-    model = nn.Sequential(*layers).bfloat16()
+    model = nn.Sequential(*layers).to(dtype)
     if shards:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
     return model
 
 
@@ -47,9 +50,14 @@ def groups_of(model: nn.Module, cls: Any) -> Any:
 def train(model: nn.Module, optimizer: Any, *seeds: int) -> None:
     for seed in seeds:
         torch.manual_seed(seed)
-        model(torch.randn(8, 130, dtype=torch.bfloat16)).square().mean().backward()
+        backward(model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def backward(model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(8, 130, dtype=dtype)).square().mean().backward()
 
 
 def on_host(optimizer: Any) -> list[bool]:
@@ -105,6 +113,67 @@ def read_into_states(model: nn.Module, optimizer: Any, folder: str) -> None:
     }
 
 
+@contextmanager
+def nccl_only() -> Iterator[list[Tensor]]:
+    """Makes ranks seem to communicate by NCCL, which sends what is on a GPU; yields what is sent.
+
+    What moves to a GPU for that is a copy.
+    """
+    on_gpu: list[Tensor] = []
+    all_reduce = dist.all_reduce
+
+    def moved(tensor: Tensor, device: torch.device) -> Tensor:
+        assert device.type == "cuda"
+        on_gpu.append(tensor.clone())
+        return on_gpu[-1]
+
+    def sends(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not any(tensor is each for each in on_gpu):
+            raise RuntimeError("No backend type associated with device type cpu")
+        return all_reduce(tensor, *args, **kwargs)
+
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(norm, "moved", moved),
+        mock.patch.object(rejection, "moved", moved),
+        mock.patch.object(dist, "all_reduce", sends),
+    ):
+        yield on_gpu
+
+
+def clips_on_the_cpu(only_nccl: bool) -> None:
+    """FSDP2's CPUOffloadPolicy: weights, gradients and states are on the CPU of both ranks.
+
+    The weights are those of torch's clip_grad_norm_ and AdamW, and state_device does nothing.
+    """
+    ACCELERATORS.discard("cpu")
+    policy = CPUOffloadPolicy(pin_memory=False)
+    ours, theirs = (model_of(True, torch.float32, offload_policy=policy) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    optimizer = FusedAdamW(ours.parameters(), max_grad_norm=0.5, state_device="cpu", **settings)
+    torchs = torch.optim.AdamW(theirs.parameters(), **settings)
+    norms = []
+    for seed in range(5):
+        for model in (ours, theirs):
+            torch.manual_seed(10 * seed + dist.get_rank())
+            backward(model)
+        norms.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).full_tensor().item())
+        torchs.step()
+        with nccl_only() if only_nccl else nullcontext([]) as sent:
+            optimizer.step()
+        assert bool(sent) == only_nccl
+        assert abs(optimizer.control.grad_norm.item() - norms[-1]) <= 1e-6 * norms[-1]
+        for each in (optimizer, torchs):
+            each.zero_grad()
+    assert max(norms) > 0.5  # some step clips
+    assert optimizer.host_bytes == 0
+    for weight, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(weight.full_tensor(), expected.full_tensor(), rtol=0, atol=1e-6)
+        state = optimizer.state[weight]
+        assert {state[name].to_local().device.type for name in ("exp_avg", "exp_avg_sq")} == {"cpu"}
+
+
 def cases() -> dict[str, Callable[[], None]]:
     ACCELERATORS.add("cpu")
     found: dict[str, Callable[[], None]] = {
@@ -118,6 +187,9 @@ def cases() -> dict[str, Callable[[], None]]:
             build = partial(ZeroRedundancyOptimizer, optimizer_class=cls, partition=partition)
             name = f"zero {partition}, {cls.__name__}"
             found[name] = partial(assert_same_run, False, build, read, cls)
+    # Last, as they leave only real GPUs.
+    found["CPUOffloadPolicy"] = partial(clips_on_the_cpu, False)
+    found["CPUOffloadPolicy, NCCL"] = partial(clips_on_the_cpu, True)
     return found
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchopt_ext.state import host_memory, storage
+
 # Inductor's cache ignores the instruction set: code for another CPU would not compile.
 CACHE = f"inductor-{torch.backends.cpu.get_cpu_capability()}"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), CACHE)
@@ -23,6 +25,13 @@ def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def params_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the memory of parameters stand for a GPU's, beside which states need not lie."""
+    monkeypatch.setattr(host_memory, "ACCELERATORS", {"cuda", "cpu"})
+    monkeypatch.setattr(storage, "ACCELERATORS", {"cuda", "cpu"})
 
 
 @pytest.fixture

@@ -296,6 +296,7 @@ def bench(args: list[str]) -> argparse.Namespace:
         --model examples.model:build --seconds 10
         --shapes 2000x1000 --markdown bench.md --plot bench.png
         --params 1e8 --dtype bfloat16 --master-weights fp32 --json
+        --params 1B --dtype bf16 --master-weights remainder8 --state-dtype int8 --offload
         """,
     )
     add_source(command)
@@ -312,7 +313,13 @@ def bench(args: list[str]) -> argparse.Namespace:
         help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
     )
     command.add_argument(
-        "--device", default="cpu", help="cpu (the default), cuda or such as cuda:1"
+        "--offload",
+        action="store_true",
+        help="measure instead what states in host memory cost: the link, the host, the steps",
+    )
+    add_dtype(command, "--state-dtype", MOMENTS, "with --offload, dtype of the moments")
+    command.add_argument(
+        "--device", help="cpu, cuda or such as cuda:1 (cpu; with --offload a GPU if there is one)"
     )
     command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
     command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import json
 import os
 import statistics
 import textwrap
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,23 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from torchopt_ext import FusedAdamW, FusedMuon, muon_groups
+from torchopt_ext.cli.bench_runs import (
+    MAX_NORM,
+    PLAIN,
+    about,
+    check_memory,
+    described,
+    device_of,
+    filled,
+    first_sentence,
+    summary,
+    timed,
+)
+from torchopt_ext.cli.sources import from_options
 from torchopt_ext.cli.tensors import (
-    MASTERS_NAMED,
     Entry,
     Source,
     as_modules,
-    from_options,
 )
 from torchopt_ext.cli.terminal import (
     WIDTH,
@@ -40,21 +49,18 @@ from torchopt_ext.cli.terminal import (
     table,
     written,
 )
-from torchopt_ext.cli.timing import Call, environment, in_turn, paired, quartiles, seconds_of
+from torchopt_ext.cli.timing import Call, seconds_of
 from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.state.storage import SIXTEEN_BIT, MasterWeights
 
 OURS, FUSED = "torchopt_ext FusedAdamW", "torch AdamW fused"
 OUR_MUON, MUON = "torchopt_ext FusedMuon", "torch Muon + AdamW fused"
-MAX_NORM = 1.0
-PLAIN = "a += b"
-"""The roofline. Like a step, it writes what it has read, and reads more than it writes."""
 ELEMENTS = 2**25
 """Elements of each of the roofline's two float32 tensors: more than caches hold."""
-Clock = Callable[[Call], float]
 
 
 def main(options: Any) -> int:
+    check_offload(options)
     if options.threads is not None:
         if options.threads > (most := os.cpu_count() or 1):
             raise CommandError(f"--threads is {options.threads}; this machine has {most}")
@@ -75,6 +81,12 @@ def main(options: Any) -> int:
         raise CommandError(f"--master-weights needs 16-bit parameters, and {name} has none")
     if options.master_weights not in (None, "fp32") and torch.float16 in dtypes:
         raise CommandError("a remainder completes bfloat16 only: --master-weights fp32")
+    if options.offload:
+        from torchopt_ext.cli import bench_offload
+
+        results = bench_offload.main(name, like, options)
+        print(json.dumps(results, indent=2) if options.json else bench_offload.as_text(results))
+        return 0
     chosen = matrices_of(source, trained) if options.algorithm == "muon" else None
     results = run(name, like, options, chosen)
     if options.markdown is not None:
@@ -85,6 +97,20 @@ def main(options: Any) -> int:
         draw(results, options.plot)
     print(json.dumps(results, indent=2) if options.json else as_text(results))
     return 0
+
+
+def check_offload(options: Any) -> None:
+    """Rejects options that do not go with --offload or need it, and chooses the device."""
+    if options.state_dtype and not options.offload:
+        raise CommandError("--state-dtype needs --offload")
+    for name in ("markdown", "plot") if options.offload else ():
+        if getattr(options, name) is not None:
+            raise CommandError(f"--{name} does not go with --offload: --json prints all results")
+    if options.offload and options.algorithm != "adamw":
+        raise CommandError(f"--offload measures AdamW: --algorithm is {options.algorithm}")
+    if options.device is None:
+        has_gpu = options.offload and torch.cuda.is_available()
+        options.device = "cuda" if has_gpu else "cpu"
 
 
 def matrices_of(source: Source, trained: list[Entry]) -> set[int]:
@@ -105,10 +131,8 @@ def run(
     name: str, like: list[Tensor], options: Any, chosen: Collection[int] | None = None
 ) -> dict[str, Any]:
     """Builds the optimizers, times their steps, and returns all results."""
+    device = device_of(options)
     try:
-        device = torch.device(options.device)
-        if device.type not in ("cpu", "cuda"):
-            raise CommandError(f"--device is {options.device}, expected cpu or cuda")
         if device.type == "cpu":
             check_memory(name, like)
         params = filled(like, device)
@@ -127,53 +151,17 @@ def run(
         if "memory" not in str(error):
             raise
         raise CommandError(f"{name} is too large: {first_sentence(error)}") from error
-    about = environment(device)
     ours, *_ = steps
     groups = params if chosen is None else with_adamw(params, chosen)
     bandwidth = 12 * ELEMENTS / statistics.median(samples.pop(PLAIN))
     return {
-        "date": about["date"][:10],
-        "model": name,
-        "tensors": len(params),
-        "parameters": sum(param.numel() for param in params),
-        "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in params}),
-        "master_weights": options.master_weights,
-        "device": about["device"],
-        "instruction_set": about["torchopt_ext_kernels"] if device.type == "cpu" else None,
-        "threads": about["threads"],
-        "versions": {name: about[name] for name in ("torchopt_ext", "torch", "python")},
+        **described(name, params, options, device),
         "roofline_bytes_per_second": bandwidth,
         "bytes_moved": estimate(groups, master_weights=options.master_weights)[0].moved,
         "rounds": len(samples[ours]),
         "steps": {label: summary(times, samples[ours]) for label, times in samples.items()},
         "missing": missing,
     }
-
-
-def first_sentence(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def check_memory(name: str, like: list[Tensor]) -> None:
-    """Rejects sizes for which Linux would grant memory and later kill the process."""
-    needed = 8 * sum(param.numel() * param.dtype.itemsize for param in like)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        raise CommandError(
-            f"{name} is too large: weights, gradients and the moments of three optimizers take "
-            f"{size(needed)} of memory, and this machine has {size(there)}"
-        )
-
-
-def filled(like: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns parameters of these shapes with gradients, both of random values."""
-    generator = torch.Generator(device).manual_seed(0)
-    params = []
-    for one in like:
-        param = torch.empty(one.shape, dtype=one.dtype, device=device).normal_(generator=generator)
-        param.requires_grad_().grad = torch.empty_like(param).normal_(generator=generator)
-        params.append(param)
-    return params
 
 
 # ---- timing --------------------------------------------------------------------------------------
@@ -193,29 +181,6 @@ def call_once(steps: dict[str, Call]) -> list[str]:
                 failed.append(label)
             progress.add(1)
     return failed
-
-
-def timed(steps: dict[str, Call], clock: Clock, seconds: float) -> dict[str, list[float]]:
-    """Times the steps in turn for ``seconds``, and at least three rounds."""
-    rounds: list[list[float]] = []
-    gc.collect()
-    end = time.perf_counter() + seconds
-    with Progress("timing", seconds) as progress:
-        for samples in in_turn(list(steps.values()), clock):
-            rounds.append(samples)
-            progress.add(min(sum(samples), seconds - progress.done))
-            if time.perf_counter() >= end and len(rounds) >= 3:
-                break
-    return dict(zip(steps, map(list, zip(*rounds, strict=True)), strict=True))
-
-
-def summary(times: list[float], ours: list[float]) -> dict[str, float]:
-    low, median, high = quartiles(times)
-    least, _, most = quartiles([n / d for n, d in zip(times, ours, strict=True)])
-    return {
-        "median": median, "q25": low, "q75": high,
-        "times_ours": paired(times, ours), "times_ours_q25": least, "times_ours_q75": most,
-    }  # fmt: skip
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -300,23 +265,6 @@ OTHERS = {
 
 
 # ---- what is shown -------------------------------------------------------------------------------
-
-
-def about(results: dict[str, Any]) -> str:
-    """Describes the machine and the timed model, in lines."""
-    versions, kind, instructions = (
-        results[name] for name in ("versions", "master_weights", "instruction_set")
-    )
-    held = f", {MASTERS_NAMED[kind]}" if kind else ""
-    threads = f"{f'{instructions}, ' if instructions else ''}{results['threads']} threads"
-    bandwidth = size(results["roofline_bytes_per_second"])
-    return (
-        f"{results['model']}: {results['parameters']:,} parameters in {results['tensors']:,} "
-        f"tensors, {', '.join(results['dtypes'])}{held}\n"
-        f"{results['device']}, {threads}; {PLAIN} moves {bandwidth}/s\n"
-        f"torchopt_ext {versions['torchopt_ext']}, torch {versions['torch']}, "
-        f"Python {versions['python']}; {results['date']}"
-    )
 
 
 def rows_of(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,27 +50,6 @@ class Source(NamedTuple):
     name: str
     entries: list[Entry]
     model: nn.Module | None = None
-
-
-def from_options(options: Any) -> Source:
-    """Returns the model that :func:`add_source`'s options select."""
-    model = None
-    if options.model is not None:
-        name = options.model
-        model, entries = from_function(name)
-    elif options.params is not None:
-        name, entries = f"--params {options.params}", [*map(Entry, alike(options.params))]
-    elif getattr(options, "file", None) is not None:
-        from torchopt_ext.cli.model_files import from_path  # which needs this module
-
-        name, (model, entries) = str(options.file), from_path(options.file)
-    else:
-        name = options.shapes or NAMED
-        entries = from_text(name)
-    entries = as_dtype(entries, options.dtype)
-    if not any(entry.tensor.requires_grad for entry in entries):
-        raise CommandError(f"{name} has no trainable parameter")
-    return Source(name, entries, model)
 
 
 def as_dtype(entries: list[Entry], name: str | None) -> list[Entry]:

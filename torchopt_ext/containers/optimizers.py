@@ -14,12 +14,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchopt_ext._torch import GET_STATE, is_called_by, mark_step_for_schedulers
+from torchopt_ext.containers.arguments import (
+    own_fp32_moments,
+    steps_matrices,
+    trainable_parameters,
+    with_fp32_moments,
+)
 from torchopt_ext.containers.averages import AveragesOfParts
-from torchopt_ext.optim import FusedMuon, FusedOptimizer, fused_step
+from torchopt_ext.optim import FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
-from torchopt_ext.optim.embeddings import embeddings_among, embeddings_of
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
+from torchopt_ext.optim.embeddings import embeddings_among
 from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
     HookedStep,
@@ -33,6 +38,7 @@ from torchopt_ext.optim.hooks import (
 from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.muon_routing import keys_by_route
 from torchopt_ext.optim.owners import number_matrices
+from torchopt_ext.optim.placed_states import move_states, placed_together
 from torchopt_ext.state.entries import BY_NAME, unwrapped
 from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
@@ -122,7 +128,8 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
             keys = keys_by_route(model_parts, muon, adamw, adamw_options or {}, partial=partial)
         elif muon or adamw or adamw_options:
             raise ValueError("muon, adamw and adamw_options have no effect without FusedMuon")
-        with embeddings_among(module for part in model_parts for module in part.modules()):
+        modules = [module for part in model_parts for module in part.modules()]
+        with embeddings_among(modules), placed_together():
             self.optimizers = [
                 optimizer_cls(
                     in_groups(share, chosen, lr, keys), **own_fp32_moments(arguments, share)
@@ -305,6 +312,26 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         for optimizer in fused:
             optimizer._set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
 
+    def move_state(self, device: torch.device | str | None) -> None:
+        """Moves all parts' states as :meth:`torchopt_ext.FusedAdamW.move_state` does.
+
+        ``state_fraction`` counts over all parts.
+
+        Raises:
+            AttributeError: no inner optimizer is a fused one.
+            ValueError, RuntimeError: as FusedAdamW's. Nothing has changed.
+        """
+        move_states(self._fused(), device, self)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all parts' states that lie in page-locked memory of the host.
+
+        Raises:
+            AttributeError: no inner optimizer is a fused one.
+        """
+        return sum(optimizer.host_bytes for optimizer in self._fused())
+
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
 
@@ -408,75 +435,6 @@ def check_compat(compat: Any) -> str | None:
     if compat not in (None, "torchtitan"):
         raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torchtitan'")
     return compat
-
-
-def trainable_parameters(model_parts: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Returns each part's trainable parameters, each once. Rejects meta and shared parameters."""
-    if isinstance(model_parts, nn.Module):
-        raise TypeError(
-            f"model_parts is of type {type(model_parts).__name__}, expected a list of modules"
-        )
-    owner: dict[nn.Parameter, str] = {}
-    params: list[list[nn.Parameter]] = []
-    for i, part in enumerate(model_parts):
-        if not isinstance(part, nn.Module):
-            raise TypeError(f"model part {i} is of type {type(part).__name__}, expected a module")
-        named = [(name, param) for name, param in part.named_parameters() if param.requires_grad]
-        for name, param in named:
-            text = f"'{name}' of model part {i}"
-            if param in owner:
-                raise ValueError(
-                    f"parameter {text} is also {owner[param]}: two optimizers would step it"
-                )
-            if param.is_meta:
-                raise ValueError(
-                    f"parameter {text} is on the meta device: give it storage "
-                    "(module.to_empty(device=...)) before building its optimizer"
-                )
-            owner[param] = text
-        params.append([param for _, param in named])
-    return params
-
-
-def with_fp32_moments(
-    arguments: Mapping[str, Any], model_parts: Sequence[nn.Module], *, partial: bool = False
-) -> dict[str, Any]:
-    """Returns a fused optimizer's arguments, in which the chosen parameters replace `fp32_moments`.
-
-    It changes nothing without 8-bit moments. Patterns are searched for in names without wrappers.
-
-    Args:
-        partial: other ranks have other parts.
-
-    Raises:
-        TypeError, ValueError: as FusedOptimizer.
-    """
-    if not is_8_bit(arguments.get("state_dtype")):
-        return dict(arguments)
-    named = [
-        (unwrapped(name), param)
-        for part in model_parts
-        for name, param in part.named_parameters(remove_duplicate=False)
-    ]
-    embeddings = embeddings_of(module for part in model_parts for module in part.modules())
-    chosen = arguments.get("fp32_moments", EMBEDDINGS)
-    return {**arguments, "fp32_moments": fp32_params(named, chosen, embeddings, partial=partial)}
-
-
-def own_fp32_moments(arguments: dict[str, Any], params: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Restricts the result of :func:`with_fp32_moments` to an optimizer's own parameters."""
-    chosen = arguments.get("fp32_moments")
-    if not isinstance(chosen, frozenset):
-        return arguments
-    return {**arguments, "fp32_moments": [param for param in params if param in chosen]}
-
-
-def steps_matrices(optimizer_cls: Any, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a class with these arguments steps groups by Muon that say nothing else."""
-    optimizer_cls = arguments.get("optimizer_class", optimizer_cls)  # ZeRO's
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, FusedOptimizer)):
-        return False
-    return issubclass(optimizer_cls, FusedMuon) or arguments.get("algorithm") in ("muon", "normuon")
 
 
 def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:

@@ -22,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchopt_ext import containers
+from torchopt_ext.containers.arguments import (
+    own_fp32_moments,
+    trainable_parameters,
+    with_fp32_moments,
+)
 from torchopt_ext.containers.build import (
     FUSED,
     ineffective,
@@ -30,12 +35,7 @@ from torchopt_ext.containers.build import (
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
-from torchopt_ext.containers.optimizers import (
-    fused_of,
-    own_fp32_moments,
-    trainable_parameters,
-    with_fp32_moments,
-)
+from torchopt_ext.containers.optimizers import fused_of
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.integrations.torchtitan_clipping import take_over, watch
@@ -43,6 +43,7 @@ from torchopt_ext.optim import FusedMuon, FusedOptimizer
 from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.embeddings import embeddings_among
 from torchopt_ext.optim.options import configures_step
+from torchopt_ext.optim.placed_states import placed_together
 from torchopt_ext.state.collective import all_gather_text
 from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.dcp import group_of
@@ -132,7 +133,8 @@ class OptimizersContainer(containers.OptimizersContainer[Any], Configurable):  #
         _reject_ineffective(config, {name: arguments[name] for name in ours}, dtypes)
         self.model_parts = model_parts
         keys = keys_by_matrix(config, classes, model_parts, matched)
-        with embeddings_among(module for part in model_parts for module in part.modules()):
+        modules = [module for part in model_parts for module in part.modules()]
+        with embeddings_among(modules), placed_together():
             by_part = [
                 self._built_for_part(index, config, named, classes, arguments, keys)
                 for index, named in enumerate(matched)

@@ -24,6 +24,7 @@ from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
+from torchopt_ext.optim.placed_states import move_states
 from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.optim.step import reject
 from torchopt_ext.state.devices import moved
@@ -49,7 +50,9 @@ class FSDPadaptOptimizer(BaseOptimizer):
     Interface and state dict are LightRFT's. Like LightRFT's class, this class puts fp32 masters
     into the optimizer's groups (:class:`.master_optimizer.MasterOptimizer`). A
     :class:`~torchopt_ext.FusedOptimizer` instead makes the whole step in two passes over memory,
-    steps the model's parameters, and keeps masters in ``state[p]["master_weight"]``.
+    steps the model's parameters, and keeps masters in ``state[p]["master_weight"]``. With
+    ``state_device="cpu"`` it keeps moments and masters on the host, also during steps, so that the
+    GPU has room for generation (docs/offload.md).
 
     Parameters may be plain tensors or DTensors of any meshes (FSDP2, HSDP, tensor parallel).
     Masters follow weights that user code writes between steps (docs/between_steps.md).
@@ -81,6 +84,8 @@ class FSDPadaptOptimizer(BaseOptimizer):
     process_group = forwarded("_stepper", "process_group")
     grad_norm = forwarded("_stepper.control", "grad_norm")
     """The last step's norm of all gradients, unscaled and before clipping; float64, 0-dim."""
+    host_bytes = forwarded("optim", "host_bytes")
+    """The bytes of a fused base's states that lie in page-locked memory of the host."""
     skipped_steps = forwarded("_stepper.control", "skipped_steps")
     """The number of skipped steps; float64, 0-dim."""
 
@@ -129,6 +134,20 @@ class FSDPadaptOptimizer(BaseOptimizer):
         if self._offloader is not None:
             self._offloader.bring_back()
         self._stepper.refresh_masters(from_)
+
+    def move_state(self, device: torch.device | str | None) -> None:
+        """Moves a fused base's states as :meth:`torchopt_ext.FusedAdamW.move_state` does.
+
+        Raises:
+            TypeError: the base is not a fused optimizer.
+            ValueError, RuntimeError: as FusedAdamW's. Nothing has changed.
+        """
+        if self._stepper is not self.optim:
+            raise TypeError(
+                f"a {type(self.optim).__name__} steps states beside its parameters: "
+                "offload_fsdp_optimizer moves them between steps"
+            )
+        move_states([self._stepper], device, self)
 
     def clip_grad_norm(self, model: Any = None, max_norm: float = 1.0) -> None:
         """Sets the threshold of clipping, which :meth:`step` does.

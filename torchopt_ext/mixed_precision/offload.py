@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ def offload_fsdp_optimizer(
 ) -> None:
     """Moves an optimizer's state from its GPU to the host. State on the host stays there.
 
-    Copies run on a separate stream, into pinned memory of exactly their size (pageable memory if
-    pinning fails), which is kept for the next time. A step and ``load_state_dict`` first bring
+    Copies run on a separate stream, into page-locked memory of exactly their size (pageable memory
+    if locking fails), which is kept for the next time. A step and ``load_state_dict`` first bring
     everything back. ``state_dict`` works while the state is on the host. Other code must wait for
     the copies before it reads the state: ``empty_cache`` waits.
 
@@ -48,7 +48,8 @@ def offload_fsdp_optimizer(
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``include`` contains an unknown kind.
-        RuntimeError: a step of an optimizer of this package is under way.
+        RuntimeError: a step of an optimizer of this package is under way, or its states lie on the
+            host, because it was given ``state_device="cpu"``.
     """
     offloader = _offloader_of(optimizer)
     offloader.offload(include)
@@ -79,11 +80,12 @@ def optimizer_on_device(
 ) -> Iterator[None]:
     """Keeps an optimizer's state on its device during a ``with`` block, for example for a step.
 
-    Arguments are as in :func:`load_fsdp_optimizer` and :func:`offload_fsdp_optimizer`.
+    Arguments and errors are as in :func:`load_fsdp_optimizer` and :func:`offload_fsdp_optimizer`.
     """
     check_kinds(include)
-    load_fsdp_optimizer(optimizer, device_id)
     offloader = _offloader_of(optimizer)
+    offloader.expect_movable()
+    load_fsdp_optimizer(optimizer, device_id)
     offloader.users += 1
     try:
         yield
@@ -147,11 +149,7 @@ class Offloader:
         if getattr(optimizer, "_context", IDLE) is not IDLE:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         check_kinds(include)
-        storage = getattr(optimizer, "_storage", None)
-        if storage is not None and any(map(storage.on_host, params_of(optimizer))):
-            raise RuntimeError(
-                "the optimizer's states lie on the host: it was given state_device='cpu'"
-            )
+        self.expect_movable()
         for kind in include:
             moving = [t for t in tensors_of(optimizer, kind) if is_on_device(local_tensor(t))]
             if moving:
@@ -160,6 +158,18 @@ class Offloader:
                 for tensor in moving:
                     self._origin[tensor] = local_tensor(tensor).device
                 self._move(zip(moving, self._kept[kind].memory, strict=True))
+
+    def expect_movable(self) -> None:
+        """Raises RuntimeError if the states lie on the host during steps, too."""
+        optimizer: Any = self._optimizer()
+        # A container's, or FSDPadaptOptimizer's.
+        stepped = getattr(optimizer, "optimizers", [getattr(optimizer, "_stepper", optimizer)])
+        for each in stepped:
+            storage = getattr(each, "_storage", None)
+            if storage is not None and any(map(storage.on_host, params_of(each))):
+                raise RuntimeError(
+                    "the optimizer's states lie on the host: it was given state_device='cpu'"
+                )
 
     @torch.no_grad()
     def bring_back(self, device: torch.device | None = None) -> None:
@@ -213,24 +223,16 @@ class Offloader:
 class _Kept:
     """Host memory of exactly the size of some tensors, kept while the tensors are the same.
 
-    It is pinned if CUDA is in use and its driver agrees. torch's allocator of pinned memory is not
-    used, because it rounds sizes up to powers of two.
+    Its pages are locked if the driver agrees: copies then need no second one by the host.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         locals_ = [local_tensor(tensor) for tensor in tensors]
-        self.memory = _C.carve(locals_, device=torch.device("cpu"))
-        held = [memory for memory in self.memory if memory.numel()]
-        if held and cuda.is_initialized():
-            start = held[0].data_ptr()
-            size = held[-1].data_ptr() + held[-1].nbytes - start
-            if int(cuda.cudart().cudaHostRegister(start, size, 0)) == 0:
-                unpin = weakref.finalize(self, _unpin, held[0])
-                unpin.atexit = False  # the driver has released all memory by then
-            else:
-                with suppress(RuntimeError):  # raise the error here, not after the next kernel
-                    torch.zeros(1, device="cuda")
+        try:
+            self.memory = _C.carve(locals_, stepped_on=locals_[0].device)
+        except RuntimeError:  # too many bytes, or a device that this package does not know
+            self.memory = _C.carve(locals_, device=torch.device("cpu"))
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) == len(self._tensors) and all(
@@ -239,10 +241,6 @@ class _Kept:
             and memory.dtype == tensor.dtype
             for ref, tensor, memory in zip(self._tensors, tensors, self.memory, strict=True)
         )
-
-
-def _unpin(first: Tensor) -> None:
-    cuda.cudart().cudaHostUnregister(first.data_ptr())
 
 
 def tensors_of(optimizer: Optimizer, kind: str) -> Iterator[Tensor]:

@@ -531,6 +531,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
     @torch.no_grad()
     def _set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to float32 weights that fit them."""
+        self._reserve_host_memory()
         for param, weight in pairs:
             state = self.state.get(param, {})
             set_weight(param, state, weight, self._storage)
@@ -577,6 +578,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         if self._storage.master_weights is None and not self._options.stochastic_rounding:
             self._storage = replace(self._storage, master_weights="fp32")
             self._forget_plan()
+            self._reserve_host_memory()
 
 
 _holders: WeakValueDictionary[int, FusedOptimizer] = (

@@ -16,12 +16,12 @@ from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.context import ALONE, amp_context
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.optim.hooks import is_patched
-from torchopt_ext.optim.planned import PlannedStep
+from torchopt_ext.optim.placed_states import PlacedStates
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import algorithm_of, keys_of
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.params import drop_replaced
-from torchopt_ext.state.storage import place_of
+from torchopt_ext.state.storage import Storage, place_of
 
 _STEPS = CONTROL_FIELDS.index("steps")
 _DECISION = slice(CONTROL_FIELDS.index("grad_norm"), _STEPS)  # grad_norm to grad_scale
@@ -52,7 +52,7 @@ def only_param(optimizer: Optimizer) -> Tensor:
     return param
 
 
-class JointStep(PlannedStep):
+class JointStep(PlacedStates):
     """One plan for several optimizers of one parameter each, which stay separate optimizers.
 
     Every step reads their groups and state again, so hyperparameters may differ and change. If an
@@ -72,8 +72,7 @@ class JointStep(PlannedStep):
         self.params: list[Tensor] = [only_param(opt) for opt in optimizers]
         for optimizer in optimizers:
             optimizer._select_fp32_moments()
-        fp32 = [opt._storage.fp32_moments for opt in optimizers]
-        self._storage = replace(optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
+        self._storage = self._common_storage()
         self._options = optimizers[0]._options
         self.parameter_names = [names for opt in optimizers for names in opt.parameter_names]
         self._init_control()
@@ -163,7 +162,13 @@ class JointStep(PlannedStep):
             drop_replaced(optimizer)
         super()._init_states(chooses)
 
+    def _common_storage(self) -> Storage:
+        """Returns how all optimizers hold states, which move together (optim/placed_states.py)."""
+        fp32 = [opt._storage.fp32_moments for opt in self.optimizers]
+        return replace(self.optimizers[0]._storage, fp32_moments=frozenset().union(*fp32))
+
     def _rebuild(self) -> Any:
+        self._storage = self._common_storage()
         if self._options.stochastic_rounding:  # numbered as in the separate optimizers
             self.parameter_places = {
                 param: place_of(opt.first_parameter_number, param)

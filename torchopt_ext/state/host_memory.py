@@ -31,9 +31,13 @@ class HostMemory:
     """Memory that is locked before the states exist: late locking has deadlocked with NCCL.
 
     Copies of an optimizer have none: their states are placed by their first step.
+
+    Args:
+        users: how many optimizers take from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, users: int = 1) -> None:
+        self.users = users
         self._reserved: dict[tuple[int, str], Tensor] = {}
 
     def reserve(self, needs: Iterable[Need]) -> None:
@@ -60,8 +64,10 @@ class HostMemory:
         """Returns zeros for an entry in reserved memory, None if there is none."""
         return self.take([need])[0] if self._fits(need) else None
 
-    def drop_others(self, params: Iterable[Any]) -> None:
-        """Frees memory that was reserved for other parameters than these."""
+    def drop_others(self, params: Iterable[Any], users: int = 1) -> None:
+        """Frees memory that was reserved for other parameters than these, if all users ask."""
+        if users != self.users:
+            return
         ids = {id(param) for param in params}
         self._reserved = {key: memory for key, memory in self._reserved.items() if key[0] in ids}
 

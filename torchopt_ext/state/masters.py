@@ -89,9 +89,12 @@ def weight_of(param: Tensor, state: dict[str, Any]) -> Tensor:
         if not now.equal(local_tensor(weight)):
             weight = as_placed(now, weight)
     elif (remainder := remainder_of(state)) is not None:
+        local, rest = local_tensor(param), local_tensor(remainder)
+        joined = join_master(local.to(rest.device), rest)
+        if rest.device != local.device:  # on the host, where its weight has room
+            return as_placed(joined, param)
         weight = torch.zeros_like(param, dtype=torch.float32)
-        rest = local_tensor(remainder)  # on the host while it is offloaded
-        local_tensor(weight).copy_(join_master(local_tensor(param).to(rest.device), rest))
+        local_tensor(weight).copy_(joined)
     else:
         local = local_tensor(param).detach()
         weight = as_placed(local.float() if local.dtype in SIXTEEN_BIT else local, param)
@@ -148,6 +151,8 @@ def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage:
         )
     if problem := param_problem(param):
         raise ValueError(f"the weight {problem}")
+    if not state:  # before the first step nothing completes a weight
+        storage = Storage()
     kept = storage.master_of(param)
     if kept is not None:
         fit_master(param, state, storage)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext.containers import OptimizersContainer
-from torchopt_ext.containers.optimizers import with_fp32_moments
+from torchopt_ext.containers.arguments import with_fp32_moments
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.state.collective import fail_together
 from torchopt_ext.state.entries import CONTROL_KEY

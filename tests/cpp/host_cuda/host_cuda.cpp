@@ -5,11 +5,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "../host_cta.h"
 #include "cpu/float_mode.h"
@@ -40,7 +43,20 @@ void DeviceTable::upload(const void* values, size_t bytes, c10::cuda::CUDAStream
 
 void* DeviceTable::record_use(c10::cuda::CUDAStream) { return memory_.get(); }
 
-void keep_with_graph(const std::shared_ptr<void>&, c10::cuda::CUDAStream) {}
+// While a test captures a graph, its passes run, too: only what the graph keeps is of interest.
+namespace {
+
+bool is_captured = false;
+std::vector<std::shared_ptr<void>> kept_by_graph;
+
+}  // namespace
+
+bool keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream) {
+  if (is_captured) {
+    kept_by_graph.push_back(tables);
+  }
+  return is_captured;
+}
 
 // ---- memory of the host, which the device accesses
 // ----------------------------------------------- While protection is on, it can be accessed only
@@ -60,6 +76,9 @@ void allow(bool access) {
 
 void lock_pages(void* memory, size_t bytes, c10::Device) {
   TORCH_CHECK(std::getenv("HOST_CUDA_NO_LOCKS") == nullptr, "cannot lock ", bytes, " bytes");
+  if (const char* milliseconds = std::getenv("HOST_CUDA_LOCK_MS")) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::stoi(milliseconds)));
+  }
   locked_pages[memory] = bytes;
 }
 
@@ -75,6 +94,10 @@ extern "C" void host_cuda_protect(int on) {
   torchopt_ext::is_protected = on != 0;
   torchopt_ext::allow(on == 0);
 }
+
+// Begins a capture, ends it, or destroys the graph.
+extern "C" void host_cuda_capture(int on) { torchopt_ext::is_captured = on != 0; }
+extern "C" void host_cuda_destroy_graph() { torchopt_ext::kept_by_graph.clear(); }
 
 namespace torchopt_ext {
 

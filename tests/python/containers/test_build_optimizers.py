@@ -13,6 +13,8 @@ from torchopt_ext.containers import (
     build_optimizers,
 )
 
+from .conftest import backward, parameters
+
 
 def section(**changes):
     """Returns an optimizer section with torchtitan's defaults."""
@@ -96,6 +98,22 @@ def test_all_arguments_can_be_configured(build, model, state_dtype):
     assert (group["betas"], group["weight_decay"]) == ((0.8, 0.9), 0.0)
     with pytest.raises(ValueError, match="Invalid state_dtype"):
         build([model], state_dtype="int3")
+
+
+@GENERATIONS
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_states_on_the_host(build, parts, in_backward, params_on_gpu):
+    """The fraction counts over all parts."""
+    settings = {"state_device": "cpu", "state_fraction": 0.5}
+    container = build(parts, early_step_in_backward=in_backward, **settings)
+    backward(parts, 0)
+    container.step()
+    fraction = container.host_bytes / sum(8 * param.numel() for param in parameters(parts))
+    assert 0.5 <= fraction < 0.6
+    with pytest.raises(ValueError, match="state_fraction has no effect without state_device='cpu'"):
+        build(parts, state_fraction=0.5)
+    with pytest.raises(ValueError, match="state_device needs implementation 'fused'"):
+        build(parts, state_device="cpu", implementation="foreach")
 
 
 @GENERATIONS

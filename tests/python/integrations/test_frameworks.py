@@ -587,6 +587,41 @@ def test_hugging_face_builds_muon_of_the_model(hugging_face, way):
     assert_same([*model.parameters()], [*same.parameters()])
 
 
+@pytest.mark.parametrize("way", ["class", "optim_args"])
+def test_hugging_face_holds_states_on_the_host(hugging_face, way, params_on_gpu):
+    """Resumed from a checkpoint, too. ``optim_args`` are passed on as above."""
+    trainer_class, arguments = hugging_face
+
+    class OfArguments(trainer_class):
+        def create_optimizer(self, model=None):
+            if way == "class":
+                return super().create_optimizer(*(() if model is None else (model,)))
+            text = dict(pair.split("=") for pair in self.args.optim_args.split(","))
+            settings = text | {"state_fraction": float(text["state_fraction"])}
+            self.optimizer = FusedAdamW(self.model.parameters(), **settings)
+            return self.optimizer
+
+    def trained_model(fraction, resume=None):
+        model = new_model()
+        placed = {"state_device": "cpu" if fraction else "cuda", "state_fraction": fraction or 1.0}
+        more = {"optimizer_cls_and_kwargs": (FusedAdamW, placed)} if way == "class" else {}
+        settings = arguments(
+            max_steps=STEPS, per_device_train_batch_size=3, max_grad_norm=0.3, save_steps=3,
+            optim_args=",".join(f"{name}={value}" for name, value in placed.items()),
+        )  # fmt: skip
+        trainer = OfArguments(model, settings, train_dataset=Rows(None), **more)
+        trainer.train(
+            resume_from_checkpoint=resume and f"{settings.output_dir}/checkpoint-{resume}"
+        )
+        held = 8 * sum(param.numel() for param in model.parameters())
+        assert fraction <= trainer.optimizer.optimizer.host_bytes / held <= fraction + 0.2
+        return [*model.parameters()]
+
+    beside = trained_model(0.0)
+    assert_same(trained_model(1.0), beside)
+    assert_same(trained_model(0.5, resume=3), beside)
+
+
 def test_hugging_face_trains_on_from_the_best_model(hugging_face):
     """The Trainer loads weights alone. Masters of the last step would undo that."""
     trainer_class, arguments = hugging_face

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedSGD
 
 from ...support.compare import assert_same, unchanged
+from ...support.host_states import count_locks
 
 pytest.importorskip("torchtitan.components.optimizer.utils", reason="torchtitan 0.3 is not there")
 
@@ -296,6 +297,26 @@ def test_every_option_reaches_the_optimizer(by_name):
     (optimizer,) = build(ours, model(torch.bfloat16), group(".*", "FusedAdamW"), **settings)
     expected = fields | {"state_dtype": torch.bfloat16, "track": ("norms",)}
     assert {name: getattr(optimizer._options, name) for name in fields} == expected
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["fields", "by name"])
+def test_states_lie_on_the_host(by_name, params_on_gpu, monkeypatch):
+    """The optimizers of all groups lock memory together, and the fraction counts over all."""
+    locks = count_locks(monkeypatch)
+    groups = [group("lm_head", "Adam"), group(".*", "AdamW")]
+    fields = {"state_device": "cpu", "state_fraction": 0.75}
+    settings = {FACTORY: {"Adam": fields, "AdamW": fields}} if by_name else fields
+    part = model()
+    container = build(ours, part, *groups, **settings)
+    (count,) = {*locks}
+    assert len(locks) == 2 and 0 < count < len(list(part.parameters()))
+    backward(part, 0)
+    container.step()
+    assert len(locks) == 2
+    fraction = container.host_bytes / sum(8 * p.numel() for p in part.parameters())
+    assert 0.75 <= fraction < 1.0
+    container.move_state("cuda")
+    assert container.host_bytes == 0
 
 
 EMBEDDED, INT8 = [torch.float32, torch.int8], [torch.int8, torch.float32]

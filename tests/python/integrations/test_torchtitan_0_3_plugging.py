@@ -52,6 +52,7 @@ def test_fields_are_options_of_the_command_line(monkeypatch):
             [
                 *["--module=my_configs", "--config=mine", "--optimizer.max_grad_norm=0.5"],
                 *["--optimizer.track", "norms", "lost_updates", "--optimizer.master_weights=fp32"],
+                *["--optimizer.state_device=cpu", "--optimizer.state_fraction=0.5"],
             ]
         )
         .optimizer
@@ -59,6 +60,7 @@ def test_fields_are_options_of_the_command_line(monkeypatch):
     assert type(config) is ours.OptimizersContainer.Config
     assert (config.max_grad_norm, config.skip_nonfinite) == (0.5, True)
     assert (config.track, config.master_weights) == (["norms", "lost_updates"], "fp32")
+    assert (config.state_device, config.state_fraction) == ("cpu", 0.5)
 
 
 def test_use_torchopt_ext_joins_pipeline_stages_and_keeps_a_hook():

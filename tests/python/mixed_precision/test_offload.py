@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext import FusedAdamW
+from torchopt_ext import _C, FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.mixed_precision import (
     FSDPadaptOptimizer,
@@ -26,6 +26,7 @@ from torchopt_ext.mixed_precision import (
     offload_fsdp_optimizer,
     optimizer_on_device,
 )
+from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import unchanged
 
@@ -184,6 +185,29 @@ def test_host_memory_is_kept_and_of_exact_size(device: set[int]) -> None:
     kept = [k.memory for k in offload._offloader_of(optimizer)._kept.values()]
     spans = [m[-1].data_ptr() + m[-1].nbytes - m[0].data_ptr() for m in kept]
     assert sum(spans) <= sum((t.nbytes + 127) // 128 * 128 for t in held(optimizer))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_host_memory_is_locked_if_the_driver_agrees(
+    device: set[int], locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carve = _C.carve
+
+    def refuses(*args: Any, stepped_on: Any = None, **kwargs: Any) -> Any:
+        if stepped_on is not None:
+            raise RuntimeError("cannot lock")
+        return carve(*args, **kwargs)
+
+    if not locks:
+        monkeypatch.setattr(_C, "carve", refuses)
+    params, optimizer = job("fused")
+    step(params, optimizer, 0)
+    before = values(optimizer)
+    offload_fsdp_optimizer(optimizer)
+    assert [is_on_host(t) for t in held(optimizer)] == [locks] * 9
+    assert equal(values(optimizer), before)
+    step(params, optimizer, 1)
+    assert not any(is_on_host(t) for t in held(optimizer))
 
 
 @every_base

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import pickle
 import random
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,22 +34,18 @@ from torch.utils._pytree import tree_leaves
 
 from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
 from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
-from torchopt_ext.state import host_memory
 from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import assert_same_bits, bits, snapshot
+from ...support.host_states import addresses, count_locks
 from ...support.problems import copied, make_params, set_gradients, through_file, train
 from ...support.ways import BF16, WAYS, each_kind_and_way, each_way
 
+pytestmark = pytest.mark.usefixtures("params_on_gpu")
 SHAPES = ((3, 4), (7,), (), (0, 2), (2, 1031), (130, 65), (1, 33_003))
 BESIDE = re.compile("step|.*_scale_v2|second_momentum_buffer")
 HOST_CUDA = re.search(r"\S*/host_cuda/\S*", Path("/proc/self/maps").read_text())
-
-
-@pytest.fixture(autouse=True)
-def memory_of_parameters_is_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "ACCELERATORS", {"cuda", "cpu"})
-    monkeypatch.setattr("torchopt_ext.state.storage.ACCELERATORS", {"cuda", "cpu"})
+needs_host_cuda = pytest.mark.skipif(not HOST_CUDA, reason="make test-host-cuda")
 
 
 @contextmanager
@@ -166,7 +165,7 @@ def test_memory_is_locked_in_the_constructor(monkeypatch: pytest.MonkeyPatch) ->
     assert optimizer.host_bytes == 12 * sum(p.numel() for p in [*params, torch.empty(4, 4)])
 
 
-@pytest.mark.skipif(not HOST_CUDA, reason="locks pages only with the CUDA back end")
+@needs_host_cuda
 def test_an_optimizer_without_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_CUDA_NO_LOCKS", "1")
     with pytest.raises(RuntimeError, match=r"cannot lock \d+ bytes"):
@@ -180,7 +179,9 @@ def test_an_optimizer_without_memory_raises(monkeypatch: pytest.MonkeyPatch) -> 
     train(optimizer, range(1))
 
 
-def test_on_the_cpu_states_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_states_are_where_they_are(
+    params_on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same script runs without a GPU."""
     monkeypatch.undo()
     optimizer = FusedAdamW(make_params(SHAPES), state_device="cpu", state_fraction=0.5)
@@ -358,6 +359,64 @@ def test_weights_written_between_steps() -> None:
             train(optimizer, range(3, 4))
         assert snapshot(optimizers[0]) == snapshot(optimizers[1])
         assert digest(optimizers[0]).equal(digest(optimizers[1]))
+
+
+@each_way
+def test_scaling_before_the_first_step_takes_no_memory(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, on_host = both(way)
+    locks = count_locks(monkeypatch)
+    for optimizer in (beside, on_host):
+        params = optimizer.param_groups[0]["params"]
+        optimizer.scale_(params[4], torch.tensor([0.5, 2.0]))
+        train(optimizer, range(2))
+    assert snapshot(beside) == snapshot(on_host)
+    assert not locks
+
+
+@needs_host_cuda
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_graph_keeps_the_memory_of_states(captured: bool) -> None:
+    """A replay accesses it when the optimizer is gone."""
+    assert HOST_CUDA is not None
+    library = ctypes.CDLL(HOST_CUDA[0])
+    optimizer = both("bf16, master")[1]
+    train(optimizer, range(1))
+    places = addresses([optimizer])
+    library.host_cuda_capture(captured)
+    train(optimizer, range(1, 2))
+    library.host_cuda_capture(0)
+    del optimizer
+    gc.collect()
+
+    def exists() -> set[bool]:
+        views = [(ctypes.c_char * 1).from_address(place) for place in places]
+        return {is_on_host(torch.frombuffer(view, dtype=torch.uint8)) for view in views}
+
+    assert exists() == {captured}
+    library.host_cuda_destroy_graph()
+    assert exists() == {False}
+
+
+@needs_host_cuda
+def test_other_threads_run_while_pages_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_CUDA_LOCK_MS", "300")
+    ticks: list[float] = []
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    FusedAdamW(make_params([(3, 4)]), state_device="cpu")  # locks twice
+    end = time.monotonic()
+    ended.set()
+    thread.join()
+    assert len([t for t in ticks if begin < t < end]) > 5
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "normuon"])

@@ -60,6 +60,34 @@ def test_what_does_not_go_together_is_named(
         build_optimizers([nn.Linear(2, 2)], job(**settings))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"zero": "greedy"}, {"zero": "balanced"}, IN_BACKWARD, IN_BACKWARD | {"max_norm": 0.0}],
+)
+def test_states_on_the_host(settings: dict[str, Any], one_rank: None, params_on_gpu: None) -> None:
+    """As the configuration says, and moved between steps, with the same bits."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(70, 30), nn.Linear(30, 30)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    placed = {"state_device": "cpu", "state_fraction": 0.6}
+    beside, on_host = (
+        build_optimizers([model], job(skip_nonfinite=False, **settings, **more))
+        for model, more in zip(models, ({}, placed), strict=True)
+    )
+    held = 8 * sum(param.numel() for param in models[0].parameters())
+    for place in (None, "cuda", "cpu"):
+        if place is not None:
+            on_host.move_state(place)
+        for model, optimizer in zip(models, (beside, on_host), strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 70)).square().sum().backward()
+            optimizer.step()
+        assert beside.host_bytes == 0
+        assert on_host.host_bytes == 0 if place == "cuda" else on_host.host_bytes >= 0.6 * held
+    for weight, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(weight, expected)
+
+
 @pytest.mark.parametrize("zero", ["none", "greedy"])
 @pytest.mark.parametrize("name", FUSED)
 def test_what_is_not_set_is_the_algorithms_default(name: str, zero: str, one_rank: None) -> None:
