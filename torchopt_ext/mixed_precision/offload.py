@@ -152,6 +152,8 @@ class Offloader:
             raise RuntimeError(
                 "the optimizer's states lie on the host: it was given state_device='cpu'"
             )
+        if hasattr(optimizer, "_wait_for_states"):
+            optimizer._wait_for_states()
         for kind in include:
             moving = [t for t in tensors_of(optimizer, kind) if is_on_device(local_tensor(t))]
             if moving:

@@ -19,7 +19,7 @@ from torchopt_ext.optim.estimate import estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOptions
-from torchopt_ext.optim.placed_states import PlacedStates
+from torchopt_ext.optim.overlapped import OverlappedStep
 from torchopt_ext.optim.step import fused_step
 from torchopt_ext.state.algorithms import (
     algorithm_of,
@@ -57,7 +57,7 @@ from torchopt_ext.statedict.low_bit import dequantized, with_step
 from torchopt_ext.statedict.weights import read_weights
 
 
-class FusedOptimizer(HookedStep, PlacedStates):
+class FusedOptimizer(HookedStep, OverlappedStep):
     """An optimizer of param groups that may have different algorithms, with one norm and decision.
 
     A group's ``"algorithm"`` is one of "adamw", "adam", "lion", "sgd", "muon" and "normuon".

@@ -281,7 +281,7 @@ def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: StepOptions
-) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers]:
+) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers, list[int]]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
@@ -289,7 +289,8 @@ def build_plan(
 
     Returns:
         The plan, device and norm key of each of its parts, each parameter with its name or number,
-        and the plan's exchanges.
+        the plan's exchanges, and the numbers of the modules that have the last parts to themselves
+        (``_module_numbers``), in ascending order.
 
     Raises:
         ValueError: a state entry is missing or does not fit its parameter.
@@ -328,6 +329,14 @@ def build_plan(
     planned = {position for position, *_ in stepped}
     devices, turn = [device for device, _ in parts], optimizer.first_matrix_number
     exchangers = Exchangers(shared, groups, devices, planned, turn)
+    modules = optimizer._module_numbers()
+    in_modules = {
+        id(param): (modules[id(param)], parts[part_of(param)])
+        for *_, param, _ in stepped
+        if id(param) in modules
+    }
+    apart = {key: len(parts) + k for k, key in enumerate(sorted({*in_modules.values()}))}
+    every_part = [*parts, *(list(parts)[part] for _, part in apart)]
     numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
@@ -343,7 +352,8 @@ def build_plan(
         if place is None:
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)
-        part = parts[local.device, norm_key(param)]
+        key = in_modules.get(id(param))
+        part = parts[local.device, norm_key(param)] if key is None else apart[key]
         matrices = []
         if algorithm_of(group).steps_matrices:
             matrices = matrices_of(group, param, name or number_of(param, position))
@@ -354,11 +364,11 @@ def build_plan(
         optimizer.state,
         rows,
         [_settings(group) for group in optimizer.param_groups],
-        [device for device, _ in parts],
+        [device for device, _ in every_part],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),
         exchangers,
         **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
-    return plan, list(parts), named, exchangers
+    return plan, every_part, named, exchangers, [module for module, _ in apart]

@@ -108,9 +108,10 @@ def with_resident(optimizer: Any, storage: Storage) -> Storage:
             its = sizes.setdefault(local.device, {})
             its[id(param)] = its.get(id(param), 0) + local.numel() * dtype.itemsize
     resident = set()
+    modules = optimizer._module_numbers()  # forward waits for them in this order
     for its in sizes.values():
         left = (1.0 - storage.state_fraction) * sum(its.values())
-        for key, size in its.items():
+        for key, size in sorted(its.items(), key=lambda item: modules.get(item[0], -1)):
             if size <= left:
                 left -= size
                 resident.add(key)

@@ -33,6 +33,7 @@ class _Built(NamedTuple):
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
     exchangers: Exchangers
+    modules: list[int]  # of the last parts: the modules before whose forward they are stepped
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -164,6 +165,10 @@ class PlannedStep(Controlled, Optimizer):
         if kept != (self.has_schedule, self.has_loss_scale):
             self._mark_control()
 
+    def _module_numbers(self) -> Mapping[int, int]:
+        """Returns the modules with which parameters are stepped, by ids (optim/overlapped.py)."""
+        return {}
+
     @property
     def parts(self) -> list[NormGroup]:
         """Device and norm key of each part of the plan, also if the plan could not be made."""
@@ -261,11 +266,13 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, parts, named, shared = param_states.build_plan(self, self._storage, self._options)
+        plan, parts, named, shared, modules = param_states.build_plan(
+            self, self._storage, self._options
+        )
         self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
-        self._built = _Built(plan, parts, names, device, next(flattened, None), shared)
+        self._built = _Built(plan, parts, names, device, next(flattened, None), shared, modules)
         return self._built
