@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from .compare import bits
 
 class _Late(NamedTuple):
     event: int
+    stream: _Stream
     written: list[tuple[Tensor, Tensor]]  # memory, and what it will hold
     read: list[tuple[Tensor, bytes]]  # gradients, and what they must hold until then
 
@@ -33,10 +35,10 @@ class LateStreams:
         self.reads: list[Tensor] = []  # what the streams keep from being reused
         self._early, self._random, self._events = early, random.Random(seed), 0
 
-    def __call__(self, _: torch.device) -> LateStreams:
-        return self
+    def __call__(self, _: torch.device) -> _Stream:
+        return _Stream(self)
 
-    def run(self, work: Callable[[], None], reads: Sequence[Tensor]) -> int:
+    def run(self, stream: _Stream, work: Callable[[], None], reads: Sequence[Tensor]) -> int:
         before = [(tensor, tensor.detach().clone()) for tensor in self._memory()]
         work()
         written = []
@@ -46,17 +48,23 @@ class LateStreams:
                 tensor.data.copy_(was)
         self._events += 1
         self.reads += reads
-        self.running.append(_Late(self._events, written, [(g, bits(g)) for g in reads]))
+        self.running.append(_Late(self._events, stream, written, [(g, bits(g)) for g in reads]))
         while self.running and self._random.random() < self._early:
-            self._end_first()
+            self._end(self._random.choice(self.running))
         return self._events
 
     def wait(self, event: int) -> None:
-        while self.running and self.running[0].event <= event:
-            self._end_first()
+        for late in [late for late in self.running if late.event == event]:
+            self._end(late)
 
-    def _end_first(self) -> None:
-        late = self.running.pop(0)
+    def _end(self, last: _Late) -> None:
+        """Ends a launch, after those before it in its stream."""
+        for late in [late for late in self.running if late.stream is last.stream]:
+            if late.event <= last.event:
+                self.running.remove(late)
+                self._finish(late)
+
+    def _finish(self, late: _Late) -> None:
         for gradient, was in late.read:
             assert bits(gradient) == was, "a gradient was written before the step had read it"
         for tensor, new in late.written:
@@ -68,5 +76,16 @@ class LateStreams:
                 yield from group["params"]
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+            if optimizer._built is None:
+                continue
+            for host in optimizer._built.host_steps.values():
+                yield from (*host._weights, *host._gradients, host._control)
+                yield from (value for state in host._state.values() for value in state.values())
             if optimizer._options.track:
                 yield from (t for traces in optimizer._built.plan.traces() for t in traces[:2])
+
+
+class _Stream:
+    def __init__(self, streams: LateStreams) -> None:
+        self.run = partial(streams.run, self)
+        self.wait = self.synchronize = streams.wait

@@ -31,6 +31,10 @@ class SideStream:
             tensor.record_stream(self._stream)
         return self._stream.record_event()
 
+    def synchronize(self, event: Any) -> None:
+        """Lets the host wait for an event."""
+        event.synchronize()
+
     def wait(self, event: Any) -> None:
         """Lets the current stream wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(event)

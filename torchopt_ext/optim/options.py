@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import MasterWeights, StateDevice, StateDtype, Storage
 
 T = TypeVar("T")
+OffloadStep = Literal["mapped", "host", "auto"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -41,6 +42,7 @@ class StepArguments(TypedDict, total=False):
     track: bool | Collection[str]
     state_device: StateDevice
     state_fraction: float
+    offload_step: OffloadStep
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -88,6 +90,10 @@ class StepOptions:
             and values by row stay on the GPU. Parameters on the CPU are held as ever.
         state_fraction: the part of the bytes that lies on the host with state_device "cpu". The
             states of the first parameters stay on the GPU.
+        offload_step: how steps update parameters whose states lie on the host, with the same bits.
+            "mapped": kernels read and write the states through the link. "host": gradients come to
+            the host, the CPU steps, and weights return; ``step`` waits for it. "auto": measures
+            link and host once and chooses; ``offload_path`` says what.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -111,6 +117,7 @@ class StepOptions:
     track: Collection[str] = ()
     state_device: StateDevice = None
     state_fraction: float = 1.0
+    offload_step: OffloadStep = "mapped"
     process_group: Any = field(default=None, compare=False)  # torch.distributed.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -118,6 +125,15 @@ class StepOptions:
             stochastic_rounding=self.stochastic_rounding,
             write_back_gradients=self.write_back_gradients,
         )
+        if self.offload_step not in (paths := get_args(OffloadStep)):
+            raise ValueError(
+                f"Invalid offload_step: {self.offload_step!r}, expected one of {paths}"
+            )
+        if self.offload_step == "host" and self.needs_device:
+            raise ValueError(
+                f"offload_step='host' is not supported with {self.needs_device}, which steps on "
+                f"the GPU record or write: use offload_step='mapped'"
+            )
         expect_counts(rounding_seed=self.rounding_seed)
         seed = operator.index(self.rounding_seed)
         if not 0 <= seed < 2**64:
@@ -156,6 +172,11 @@ class StepOptions:
             state_device=self.state_device,
             state_fraction=self.state_fraction,
         )
+
+    @property
+    def needs_device(self) -> str:
+        """The options with which no step is made on the host, or ""."""
+        return " and ".join(n for n in ("track", "write_back_gradients") if getattr(self, n))
 
     @property
     def of_plan(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.context import IDLE, StepContext
 from torchopt_ext.optim.forward_overlap import ForwardOverlap, check_modules
-from torchopt_ext.optim.placed_states import PlacedStates
+from torchopt_ext.optim.host_steps import HostSteps
+from torchopt_ext.optim.param_states import Apart
 from torchopt_ext.optim.telemetry import Telemetry
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.devices import is_captured
@@ -21,7 +22,7 @@ from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import params_of
 
 
-class OverlappedStep(PlacedStates):
+class OverlappedStep(HostSteps):
     """A step whose pass B may overlap with the next forward.
 
     A plan has a part of its own for each module, so norm and decision are made before, for all.
@@ -100,9 +101,13 @@ class OverlappedStep(PlacedStates):
             if id(param) in numbers and local_tensor(param).device.type in ACCELERATORS
         }
 
+    def _parts_apart(self) -> Mapping[int, Apart]:
+        modules = {param: Apart(False, n) for param, n in self._module_numbers().items()}
+        return {**modules, **super()._parts_apart()}
+
     def collect(self) -> Any:
         built = super().collect()
-        if built.modules and is_captured():
+        if any(not apart.on_host for apart in built.apart) and is_captured():
             built.plan.release()
             raise RuntimeError(
                 "a graph cannot capture a step that ends during the next forward: call "
@@ -112,20 +117,26 @@ class OverlappedStep(PlacedStates):
 
     def update(self) -> None:
         built = self._built
-        if self._overlap is None or built is None or not built.modules:
+        if built is None or not built.apart:
             super().update()
             return
-        self._overlap.forget()
-        gradients = [gradients for *_, gradients in built.plan.collected()]
-        modules = dict(enumerate(built.modules, len(built.parts) - len(built.modules)))
-        if any(_is_on_device(group["lr"]) for group in self.param_groups):
-            modules = {}  # a scheduler might write to it before their steps have read it
+        collected = built.plan.collected()
+        begun = self._begin_on_host(collected)
+        if self._overlap is not None:
+            self._overlap.forget()
+        # A scheduler might write to it before the modules' steps have read it.
+        at_once = any(_is_on_device(group["lr"]) for group in self.param_groups)
+        first = len(built.parts) - len(built.apart)
         for part, (device, _) in enumerate(built.parts):
             step = partial(built.plan.update_part, part, self._block(device)[0])
-            if part in modules:
-                self._overlap.begin(modules[part], device, step, gradients[part])
-            else:
+            if part < first or (at_once and part not in built.host_steps):
                 step()
+            elif part not in built.host_steps:
+                assert self._overlap is not None
+                self._overlap.begin(
+                    built.apart[part - first].number, device, step, collected[part][-1]
+                )
+        self._end_on_host(begun)
 
     def _wait_for_modules(self) -> None:
         """Waits as :meth:`wait_for_params` does. Other streams may still have to wait."""

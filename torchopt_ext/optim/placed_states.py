@@ -24,7 +24,7 @@ class PlacedStates(PlannedStep):
     def _reserve_host_memory(self) -> None:
         """Locks memory for states that will lie on the host."""
         self._storage = with_resident(self, self._storage)
-        needs = [need for need in _needs(self) if self._storage.on_host(need.param)]
+        needs = self._needs_on_host()
         missing = [need for need in needs if need.name not in self.state.get(need.param, ())]
         self._storage.host.drop_others(need.param for need in missing)
         self._storage.host.reserve(missing)
@@ -60,6 +60,10 @@ class PlacedStates(PlannedStep):
         if self._storage.state_device is not None:
             self._storage.host.drop_others(params_of(self))
         return built
+
+    def _needs_on_host(self) -> list[Need]:
+        """Returns the entries that lie on the host, or will once there are states."""
+        return [need for need in _needs(self) if self._storage.on_host(need.param)]
 
     def _entries(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
