@@ -355,7 +355,6 @@ def build_plan(
     every_part = [*parts, *(list(parts)[part] for _, part in apart)]
     numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
-    names_of = [_slots(group, param, storage) for _, _, group, _, param, _ in stepped]
     for position, index, group, name, param, state in stepped:
         held = _fit_state(group, param, state, storage, name or position)
         local = local_tensor(param)
@@ -391,7 +390,11 @@ def build_plan(
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
     host_steps = {
         part: HostStep(
-            [(row, names) for row, names in zip(rows, names_of, strict=True) if row[5] == part],
+            [
+                (row, _slots(group, param, storage))
+                for row, (_, _, group, _, param, _) in zip(rows, stepped, strict=True)
+                if row[5] == part
+            ],
             optimizer.param_groups,
             settings,
             every_part[part][0],
