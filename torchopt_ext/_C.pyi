@@ -144,6 +144,9 @@ class OptimizerPlan:
 
     def traces(self) -> list[tuple[Tensor, Tensor, list[int]]]: ...
     def update(self, part_controls: Sequence[Tensor]) -> None: ...
+    def update_part(self, part: int, control: Tensor) -> None:
+        """Runs pass B of one part on the current stream; call :meth:`release` after the last."""
+
     def collected(
         self,
     ) -> list[tuple[list[int], list[Tensor], list[Tensor | None], list[Tensor]]]:

@@ -229,6 +229,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("param_groups"), py::arg("state"))
       .def("accumulate", &OptimizerPlan::accumulate, py::arg("part"), py::arg("accumulator"))
       .def("update", &OptimizerPlan::update, py::arg("part_controls"))
+      .def("update_part", &OptimizerPlan::update_part, py::arg("part"), py::arg("control"))
       .def("collected",
            [](const OptimizerPlan& plan) {
              py::list parts;

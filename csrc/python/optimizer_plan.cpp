@@ -256,11 +256,18 @@ void OptimizerPlan::update(const std::vector<at::Tensor>& part_controls) {
   }
   const py::gil_scoped_release unlocked;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    update_part(i, part_controls[i]);
+    run_pass_b(i, part_controls[i]);
   }
 }
 
-void OptimizerPlan::update_part(size_t number, const at::Tensor& control) {
+void OptimizerPlan::update_part(size_t part, const at::Tensor& control) {
+  TORCH_CHECK(collected_, "gradients have not been collected");
+  check_control(control, parts_.at(part).plan.device());
+  const py::gil_scoped_release unlocked;
+  run_pass_b(part, control);
+}
+
+void OptimizerPlan::run_pass_b(size_t number, const at::Tensor& control) {
   Part& part = parts_[number];
   part.plan.update(part.hypers, control, [&](const ExchangeStages& stages) {
     const py::gil_scoped_acquire locked;
@@ -320,7 +327,7 @@ bool OptimizerPlan::step(const py::list& param_groups, const py::dict& state,
     plan.accumulate(accumulator, /*normalize=*/false);
   }
   control_update_(control, accumulator, grad_scale, found_inf);
-  update_part(0, control);
+  run_pass_b(0, control);
   return true;
 }
 

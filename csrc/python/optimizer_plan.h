@@ -78,6 +78,8 @@ class OptimizerPlan {
 
   // Runs pass B of every part with the control block of its device, then releases the gradients.
   void update(const std::vector<at::Tensor>& part_controls);
+  // Runs pass B of one part, on the current stream. After the last part the caller releases.
+  void update_part(size_t part, const at::Tensor& control);
 
   // What a part has collected for the parameters with a gradient: their positions, local tensors,
   // fp32 masters (None without one) and gradients.
@@ -164,7 +166,7 @@ class OptimizerPlan {
   static bool follow(Part& part);
   static void collect_unchanged(Part& part);
   void take_written_weights(Part& part);
-  void update_part(size_t number, const at::Tensor& control);
+  void run_pass_b(size_t number, const at::Tensor& control);
   static void renew_marks(Part& part);
   bool attach_changed(Part& part);
   void set_pending_gradients(Part& part);

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from tests.support.compare import assert_same_bits
+from tests.support.late_stream import LateStreams
 from tests.support.ranks import gathered, run_cases
 from torchopt_ext import FusedAdamW, FusedMuon, ZeroRedundancyOptimizer
-from torchopt_ext.optim import norm, rejection
+from torchopt_ext.optim import host_steps, norm, rejection
 from torchopt_ext.state.host_memory import ACCELERATORS, is_on_host
 from torchopt_ext.statedict.dcp import load
 
@@ -176,10 +177,25 @@ def clips_on_the_cpu(only_nccl: bool) -> None:
 
 def cases() -> dict[str, Callable[[], None]]:
     ACCELERATORS.add("cpu")
+    host_steps.SideStream = LateStreams()  # type: ignore[assignment, misc]
     found: dict[str, Callable[[], None]] = {
         "fsdp2": partial(assert_same_run, True, FusedAdamW, read_into_states),
         "fsdp2, 8 bits": partial(
             assert_same_run, True, partial(FusedAdamW, state_dtype="int8", fp32_moments=()), read
+        ),
+        "fsdp2, stepped on the host": partial(
+            assert_same_run, True, partial(FusedAdamW, offload_step="host"), read
+        ),
+        "zero, stepped on the host": partial(
+            assert_same_run,
+            False,
+            partial(
+                ZeroRedundancyOptimizer,
+                optimizer_class=FusedAdamW,
+                partition="balanced",
+                offload_step="host",
+            ),
+            read,
         ),
     }
     for partition in ("greedy", "balanced"):

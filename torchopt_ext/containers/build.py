@@ -16,7 +16,7 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedOptimizer, FusedSGD
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
-from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY
+from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY, DEFAULTS
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.state.storage import SIXTEEN_BIT
 
@@ -245,8 +245,9 @@ def read_options(config: Any) -> dict[str, Any]:
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
     options = {name: value for name in CONFIGURED if (value := read(name, None))}
     options.pop("fp32_moments", None)
-    if options.get("state_fraction") == 1.0:
-        del options["state_fraction"]
+    for name in ("state_fraction", "offload_step"):
+        if options.get(name) == DEFAULTS[name]:
+            del options[name]
     if isinstance(dtype := options.get("state_dtype"), str):
         named = getattr(torch, dtype.removeprefix("torch."), None)
         options["state_dtype"] = named if isinstance(named, torch.dtype) else dtype
@@ -277,8 +278,9 @@ def ineffective(
     messages = {}
     if options.get("rounding_seed") and not options.get("stochastic_rounding"):
         messages["rounding_seed"] = "rounding_seed has no effect without stochastic_rounding"
-    if "state_fraction" in options and not options.get("state_device"):
-        messages["state_fraction"] = "state_fraction has no effect without state_device='cpu'"
+    for name in ("state_fraction", "offload_step"):
+        if name in options and not options.get("state_device"):
+            messages[name] = f"{name} has no effect without state_device='cpu'"
     if "fp32_moments" in options and not is_8_bit(options.get("state_dtype")):
         messages["fp32_moments"] = (
             "fp32_moments has no effect without state_dtype='int8', found "

@@ -150,6 +150,8 @@ class Offloader:
             raise RuntimeError("a step of this optimizer is under way: move its state afterwards")
         check_kinds(include)
         self.expect_movable()
+        if hasattr(optimizer, "_wait_for_states"):
+            optimizer._wait_for_states()
         for kind in include:
             moving = [t for t in tensors_of(optimizer, kind) if is_on_device(local_tensor(t))]
             if moving:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.options import check_decay
-from torchopt_ext.optim.placed_states import PlacedStates
+from torchopt_ext.optim.overlapped import OverlappedStep
 from torchopt_ext.state.averages import exchanged
 from torchopt_ext.state.entries import as_held
 from torchopt_ext.state.local import local_tensor
@@ -21,7 +21,7 @@ _DIFFUSERS = "shadow_params"  # EMAModel.state_dict() in diffusers/training_util
 _AVERAGED = "n_averaged"  # torch.optim.swa_utils.AveragedModel.state_dict()
 
 
-class AveragedWeights(PlacedStates):
+class AveragedWeights(OverlappedStep):
     """A step that also updates an average of each weight, if ``ema_decay`` is set."""
 
     _exchanged = False  # within ema_weights()

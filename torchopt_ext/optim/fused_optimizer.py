@@ -558,6 +558,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             "fp32_moments": str(options.fp32_moments) if named else "",
             "track": [*options.track],
             "state_fraction": options.state_fraction if options.state_fraction != 1.0 else "",
+            "offload_step": options.offload_step if options.offload_step != "mapped" else "",
             "set_schedule": self.has_schedule,
             "set_loss_scale": self.has_loss_scale,
         }

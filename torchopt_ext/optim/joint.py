@@ -126,7 +126,7 @@ class JointStep(PlacedStates):
         for optimizer in self.optimizers:
             if optimizer._settings != _PLAIN or amp_context(optimizer) is not ALONE:
                 return False
-            if is_patched(optimizer):
+            if is_patched(optimizer) or optimizer._overlap is not None:
                 return False
         return True
 

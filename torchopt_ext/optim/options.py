@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = ["StepOptions"]
 
 T = TypeVar("T")
 EmaDtype = torch.dtype | Literal["fp32", "float32", "bf16", "bfloat16"]
+OffloadStep = Literal["mapped", "host", "auto"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -53,6 +54,7 @@ class StepArguments(TypedDict, total=False):
     ema_decay: float | None
     ema_dtype: EmaDtype | None
     ema_warmup: bool
+    offload_step: OffloadStep
     process_group: torch.distributed.ProcessGroup | None
 
 
@@ -108,6 +110,10 @@ class StepOptions:
             stochastically. Averages of float64 and complex parameters have the parameter's dtype.
         ema_warmup: lets the first averages decay less: by at most ``(1 + t) / (10 + t)`` after t
             updates, and not at all at first, as in diffusers' EMAModel.
+        offload_step: how steps update parameters whose states lie on the host, with the same bits.
+            "mapped": kernels read and write the states through the link. "host": gradients come to
+            the host, the CPU steps, and weights return; ``step`` waits for it. "auto": measures
+            link and host once and chooses; ``offload_path`` says what.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -134,6 +140,7 @@ class StepOptions:
     ema_decay: float | None = None
     ema_dtype: EmaDtype | None = None
     ema_warmup: bool = False
+    offload_step: OffloadStep = "mapped"
     process_group: Any = field(default=None, compare=False)  # torch.distributed.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -142,6 +149,15 @@ class StepOptions:
             write_back_gradients=self.write_back_gradients,
             ema_warmup=self.ema_warmup,
         )
+        if self.offload_step not in (paths := get_args(OffloadStep)):
+            raise ValueError(
+                f"Invalid offload_step: {self.offload_step!r}, expected one of {paths}"
+            )
+        if self.offload_step == "host" and self.needs_device:
+            raise ValueError(
+                f"offload_step='host' is not supported with {self.needs_device}, which steps on "
+                f"the GPU record or write: use offload_step='mapped'"
+            )
         expect_counts(rounding_seed=self.rounding_seed)
         seed = operator.index(self.rounding_seed)
         if not 0 <= seed < 2**64:
@@ -194,6 +210,11 @@ class StepOptions:
         """The dtype of averages of parameters that are not wider."""
         average: Any = "fp32" if self.ema_dtype is None else self.ema_dtype
         return DTYPE_NAMES.get(average, average)
+
+    @property
+    def needs_device(self) -> str:
+        """The options with which no step is made on the host, or ""."""
+        return " and ".join(n for n in ("track", "write_back_gradients") if getattr(self, n))
 
     @property
     def of_plan(self) -> dict[str, Any]:

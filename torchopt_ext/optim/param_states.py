@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torchopt_ext._C import OptimizerPlan, carve
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.gradients import local_gradients
+from torchopt_ext.optim.host_step import HostStep
 from torchopt_ext.optim.norm import NormGroup, norm_key, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import groups_of_shared, number_of, shared_params
@@ -36,6 +37,14 @@ from torchopt_ext.state.quantized import (
     scales_like,
 )
 from torchopt_ext.state.storage import EMA, Storage, packed_steps, place_of
+
+
+class Apart(NamedTuple):
+    """What has a part of a plan to itself: a module, or a bucket that is stepped on the host."""
+
+    on_host: bool
+    number: int
+
 
 SMALL = 1 << 16  # elements; larger tensors give the prefetcher time to start
 
@@ -292,7 +301,14 @@ def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
 
 def build_plan(
     optimizer: Any, storage: Storage, options: StepOptions
-) -> tuple[OptimizerPlan, list[NormGroup], list[tuple[str, Tensor]], Exchangers]:
+) -> tuple[
+    OptimizerPlan,
+    list[NormGroup],
+    list[tuple[str, Tensor]],
+    Exchangers,
+    list[Apart],
+    Mapping[int, HostStep],
+]:
     """Builds a plan for every parameter that has state.
 
     State entries that do not fit (other device, strides or dtype, a step that is a number) are
@@ -300,7 +316,8 @@ def build_plan(
 
     Returns:
         The plan, device and norm key of each of its parts, each parameter with its name or number,
-        and the plan's exchanges.
+        the plan's exchanges, what the last parts are for, in ascending order, and those that the
+        CPU back end steps, by part.
 
     Raises:
         ValueError: a state entry is missing or does not fit its parameter.
@@ -339,6 +356,14 @@ def build_plan(
     planned = {position for position, *_ in stepped}
     devices, turn = [device for device, _ in parts], optimizer.first_matrix_number
     exchangers = Exchangers(shared, groups, devices, planned, turn)
+    those = optimizer._parts_apart()
+    keys = {
+        id(param): (those[id(param)], parts[part_of(param)])
+        for *_, param, _ in stepped
+        if id(param) in those
+    }
+    apart = {key: len(parts) + k for k, key in enumerate(sorted({*keys.values()}))}
+    every_part = [*parts, *(list(parts)[part] for _, part in apart)]
     numbers = exchangers.numbers
     rows: list[tuple[Any, ...]] = []
     for position, index, group, name, param, state in stepped:
@@ -354,22 +379,39 @@ def build_plan(
         if place is None:
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)
-        part = parts[local.device, norm_key(param)]
+        key = keys.get(id(param))
+        part = parts[local.device, norm_key(param)] if key is None else apart[key]
         matrices = []
         if algorithm_of(group).steps_matrices:
             matrices = matrices_of(group, param, name or number_of(param, position))
         more = place, copy is not None, matrices, numbers.get(position, -1)
         rows.append((held, tensors, index, name, position, part, *more))
+    settings = [_settings(group) for group in optimizer.param_groups]
     plan = OptimizerPlan(
         optimizer.param_groups,
         optimizer.state,
         rows,
-        [_settings(group) for group in optimizer.param_groups],
-        [device for device, _ in parts],
+        settings,
+        [device for device, _ in every_part],
         idle,
         functools.partial(local_gradients, written=options.write_back_gradients),
         exchangers,
         **options.of_plan,
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
-    return plan, list(parts), named, exchangers
+    host_steps = {
+        part: HostStep(
+            [
+                (row, _slots(group, param, storage))
+                for row, (_, _, group, _, param, _) in zip(rows, stepped, strict=True)
+                if row[5] == part
+            ],
+            optimizer.param_groups,
+            settings,
+            every_part[part][0],
+            options.of_plan,
+        )
+        for (key, _), part in apart.items()
+        if key.on_host
+    }
+    return plan, every_part, named, exchangers, [key for key, _ in apart], host_steps

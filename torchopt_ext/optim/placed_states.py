@@ -1,6 +1,6 @@
 """Where optimizers' states lie: beside the parameters, or in memory of the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -62,6 +62,14 @@ class PlacedStates(PlannedStep):
         if self._storage.state_device is not None:
             self._storage.host.drop_others(params_of(self))
         return built
+
+    def _needs_on_host(self) -> list[Need]:
+        """Returns the entries that lie on the host, or will once there are states."""
+        return [need for need in _needs(self) if self._storage.on_host(need.param)]
+
+    def _module_numbers(self) -> Mapping[int, int]:
+        """Returns the modules of parameters that steps update during the next forward, by id."""
+        return {}
 
     def _entries(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
@@ -179,9 +187,12 @@ def _with_resident(optimizers: Sequence[Any], storages: Sequence[Storage]) -> li
                 its = sizes.setdefault((local.device, storage.state_fraction), {})
                 its[id(param)] = its.get(id(param), 0) + local.numel() * dtype.itemsize
     resident = set()
+    modules: dict[int, int] = {}  # forward waits for them in this order
+    for optimizer in optimizers:
+        modules |= optimizer._module_numbers()
     for (_, fraction), its in sizes.items():
         left = (1.0 - fraction) * sum(its.values())
-        for key, size in its.items():
+        for key, size in sorted(its.items(), key=lambda item: modules.get(item[0], -1)):
             if size <= left:
                 left -= size
                 resident.add(key)

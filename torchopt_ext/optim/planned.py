@@ -12,9 +12,11 @@ from torchopt_ext.optim import param_states
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.exchange import Exchangers
+from torchopt_ext.optim.host_step import HostStep
 from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import groups_of_shared
+from torchopt_ext.optim.param_states import Apart
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
 from torchopt_ext.state.entries import CONTROL_KEY
@@ -33,6 +35,8 @@ class _Built(NamedTuple):
     only_device: torch.device | None  # the default device, if the plan has one part, on it
     flattened: str | None  # name or number of a parameter that FSDP1 flattened and sharded
     exchangers: Exchangers
+    apart: list[Apart]  # what the last parts are for
+    host_steps: Mapping[int, HostStep]  # by part
 
 
 class PlannedStep(Controlled, Optimizer):
@@ -164,6 +168,14 @@ class PlannedStep(Controlled, Optimizer):
         if kept != (self.has_schedule, self.has_loss_scale):
             self._mark_control()
 
+    def _parts_apart(self) -> Mapping[int, Apart]:
+        """Returns the parameters that are in a part of their own, by ids."""
+        return {}
+
+    def _module_numbers(self) -> Mapping[int, int]:
+        """Returns the modules with which parameters are stepped, by ids (optim/overlapped.py)."""
+        return {}
+
     @property
     def parts(self) -> list[NormGroup]:
         """Device and norm key of each part of the plan, also if the plan could not be made."""
@@ -261,11 +273,15 @@ class PlannedStep(Controlled, Optimizer):
         self._init_states(
             lambda param: param.grad is not None and "step" not in self.state.get(param, ())
         )
-        plan, parts, named, shared = param_states.build_plan(self, self._storage, self._options)
+        plan, parts, named, shared, apart, hosts = param_states.build_plan(
+            self, self._storage, self._options
+        )
         self._marks = {}
         only = [device for device, _ in parts] == [self.default_device]
         device = self.default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
-        self._built = _Built(plan, parts, names, device, next(flattened, None), shared)
+        self._built = _Built(
+            plan, parts, names, device, next(flattened, None), shared, apart, hosts
+        )
         return self._built

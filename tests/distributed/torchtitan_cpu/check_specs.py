@@ -130,6 +130,7 @@ def check_every_option(in_file: bool) -> None:
         *("no_decay", "lr_multipliers", "cautious_weight_decay", "decay_follows_lr"),
         *("muon", "adamw", "adjust_lr_fn", "ns_coefficients", "ns_steps"),
         *("momentum", "dampening", "nesterov", "state_device", "state_fraction"),
+        "offload_step",
     }
     model = nn.Linear(2, 2).bfloat16()
     builder = train_spec.get_train_spec("llama3").build_optimizers_fn

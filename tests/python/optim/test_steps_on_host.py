@@ -1,0 +1,296 @@
+"""Steps that the CPU back end makes for states on the host: same bits as by the GPU's kernels.
+
+The memory of parameters stands for a GPU's, and simulated streams (tests/support/late_stream.py)
+copy as late as a GPU's may. In `make test-host-cuda` the CUDA back end makes both kinds of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchopt_ext import FusedAdamW, FusedMuon
+from torchopt_ext.optim import bandwidths as bandwidths_module
+from torchopt_ext.optim import forward_overlap, host_steps
+from torchopt_ext.optim.bandwidths import Bandwidths
+from torchopt_ext.optim.host_step import HostStep
+
+from ...support.compare import bits, snapshot
+from ...support.late_stream import LateStreams
+from ...support.problems import make_params, set_gradients, through_file, train
+from ...support.ways import WAYS, each_kind_and_way
+
+SHAPES = ((3, 4), (7,), (130, 65), (2, 1031), (0, 2), (), (1, 33_003))
+OPTIONS: dict[str, Any] = {
+    "lr": 0.02, "max_grad_norm": 3.0, "skip_nonfinite": True, "rounding_seed": 5,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
+    for module in ("state.host_memory", "state.storage", "optim.overlapped"):
+        monkeypatch.setattr(f"torchopt_ext.{module}.ACCELERATORS", {"cuda", "cpu"})
+    streams = LateStreams(early=0.3)
+    monkeypatch.setattr(forward_overlap, "SideStream", streams)
+    monkeypatch.setattr(host_steps, "SideStream", streams)
+    monkeypatch.setattr(host_steps, "_BUCKET", 30_000)  # several buckets
+    return streams
+
+
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list with an entry for each bucket that was stepped on the host."""
+    counted: list[int] = []
+    step = HostStep.step
+
+    def counting(self: HostStep, *args: Any) -> None:
+        counted.append(len(self._weights))
+        step(self, *args)
+
+    monkeypatch.setattr(HostStep, "step", counting)
+    return counted
+
+
+def built(late: LateStreams, way: str, kind: str = "AdamW", **options: Any) -> Any:
+    params, optimizer = WAYS[way].build(kind, shapes=SHAPES, **OPTIONS | options)
+    late.optimizers.append(optimizer)
+    return params, optimizer
+
+
+def step(params: list[nn.Parameter], optimizer: Any, *, seed: int) -> None:
+    """Makes a step that is clipped, a step that is skipped, or one with fewer gradients."""
+    set_gradients(params, seed=seed)
+    if seed == 2:
+        params[0].grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
+    if seed == 3:
+        params[1].grad = None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+@each_kind_and_way
+def test_same_bits_by_paths_that_change(
+    kind: str, way: str, fraction: float, late: LateStreams, stepped: list[int]
+) -> None:
+    """Resident, through mapped memory, or on the host with one or two threads, at random."""
+    usual = WAYS[way].build(kind, shapes=SHAPES, **OPTIONS)
+    moving = built(late, way, kind, state_device="cpu", state_fraction=fraction)
+    draw, threads = random.Random(f"{kind}{way}{fraction}"), torch.get_num_threads()
+    paths = ["host", "host", "host", "mapped", "resident", "auto"]
+    draw.shuffle(paths)
+    expected = False
+    try:
+        for seed, path in enumerate(paths):
+            moving[1].move_state("cuda" if path == "resident" else "cpu")
+            moving[1].offload_step = "mapped" if path == "resident" else path
+            torch.set_num_threads(draw.choice([1, 2]))
+            before = len(stepped)
+            step(*usual, seed=seed)
+            step(*moving, seed=seed)
+            assert snapshot(moving[1]) == snapshot(usual[1]), path
+            if path == "host":
+                assert (moving[1].offload_path == "host") == (moving[1].host_bytes > 0)
+                expected = moving[1].host_bytes > 0 and not kind.startswith("Muon")
+                assert (len(stepped) > before) == expected
+            elif path != "auto":
+                assert len(stepped) == before
+    finally:
+        torch.set_num_threads(threads)
+    assert moving[1].control.grad_norm == usual[1].control.grad_norm
+    assert moving[1].control.skipped_steps == 1
+
+
+def test_many_steps(late: LateStreams, stepped: list[int]) -> None:
+    """200 steps by paths that change; gradients that are missing, in fp32, or strided."""
+    way, draw = "bf16, remainder8, int8, random", random.Random(1)
+    usual = WAYS[way].build(shapes=SHAPES, **OPTIONS)
+    moving = built(late, way, state_device="cpu", state_fraction=0.6, offload_step="host")
+    for seed in range(200):
+        if draw.random() < 0.3:
+            moving[1].offload_step = draw.choice(["mapped", "host"])
+        missing, wide = draw.randrange(len(SHAPES)), draw.random() < 0.3
+        for params, optimizer in (usual, moving):
+            for p in params:
+                p.grad = None
+                p.grad_dtype = torch.float32 if wide else torch.bfloat16
+            set_gradients(params, seed=seed)
+            matrix = params[2]
+            matrix.grad = matrix.grad.t().contiguous().t()  # type: ignore[union-attr]
+            params[missing].grad = None
+            if seed % 17 == 3:
+                params[(missing + 1) % len(SHAPES)].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(0.01) if seed % 2 else 0.02
+            optimizer.step()
+    assert snapshot(usual[1]) == snapshot(moving[1])
+    assert stepped and usual[1].control.skipped_steps == moving[1].control.skipped_steps > 0
+
+
+def test_with_overlap_and_muon(late: LateStreams, stepped: list[int]) -> None:
+    """What is stepped on the host is stepped at once, what stays resident during forward."""
+    snapshots = []
+    for options in ({}, {"state_device": "cpu", "offload_step": "host", "state_fraction": 0.6}):
+        params = make_params([(8, 80), (64,), (80, 8), (16, 64), (16, 64), (16, 64)])
+        groups = [{"params": params[:2:2]}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = FusedMuon(groups, max_grad_norm=1.0, **options)
+        late.optimizers.append(optimizer)
+        module = nn.Module()
+        module.forward = lambda: None  # type: ignore[method-assign, assignment]
+        module.weights = nn.ParameterList(params)
+        if options:
+            optimizer.overlap_forward(module)
+        for seed in range(3):
+            step(params, optimizer, seed=seed)
+        optimizer.wait_for_params()
+        snapshots.append(snapshot(optimizer))
+    assert snapshots[0] == snapshots[1] and stepped
+
+
+def test_masters_follow_weights_written_between_steps(late: LateStreams) -> None:
+    for way in ("bf16, master", "bf16, remainder"):
+        usual = WAYS[way].build(shapes=SHAPES, **OPTIONS)
+        hosted = built(late, way, state_device="cpu", offload_step="host")
+        for params, optimizer in (usual, hosted):
+            step(params, optimizer, seed=0)
+            with torch.no_grad():
+                params[0].mul_(1.5)
+            step(params, optimizer, seed=1)
+            optimizer.scale_(params[2], torch.tensor([0.5, 2.0]))
+            step(params, optimizer, seed=4)
+        assert snapshot(usual[1]) == snapshot(hosted[1])
+        # Weights that came back do not count as written.
+        for mark in hosted[1]._built.plan.weight_marks().items():
+            param = next(p for p in hosted[0] if id(p) == mark[0])
+            assert not mark[1].renew([param], [param])
+
+
+def test_state_dicts_cross(late: LateStreams) -> None:
+    hosted = built(late, "bf16, remainder8", state_device="cpu", offload_step="host")
+    train(hosted[1], range(2))
+    saved = through_file(hosted[1].state_dict())
+    params = [nn.Parameter(p.detach().clone()) for p in hosted[0]]
+    _, resumed = WAYS["bf16, remainder8"].build(params=params, **OPTIONS)
+    resumed.load_state_dict(saved)
+    for optimizer in (resumed, hosted[1]):
+        train(optimizer, range(2, 4))
+    assert snapshot(resumed) == snapshot(hosted[1])
+    back = through_file(resumed.state_dict())
+    hosted[1].load_state_dict(back)
+    for optimizer in (resumed, hosted[1]):
+        train(optimizer, range(4, 6))
+    assert snapshot(resumed) == snapshot(hosted[1])
+
+
+def test_an_optimizer_without_overlap_returns_when_weights_are_under_way(late: LateStreams) -> None:
+    """The current stream waits for the copies, so no reader has to."""
+    params, optimizer = built(late, "fp32", state_device="cpu", offload_step="host")
+    before = [bits(p) for p in params]
+    step(params, optimizer, seed=0)
+    assert not late.running
+    assert [bits(p) != was for p, was in zip(params, before, strict=True)] == [
+        p.numel() > 0 for p in params
+    ]
+
+
+@pytest.mark.parametrize(
+    ("link", "host", "layout", "faster"),
+    [
+        # docs/offload.md's crossings: H* = 147 GB/s for fp32 masters on PCIe 5, 286 with 8 bits
+        (55.0, 140.0, (12.0, 2.0, 2.0, False), False),
+        (55.0, 155.0, (12.0, 2.0, 2.0, False), True),
+        (55.0, 200.0, (3.125, 2.0, 2.0, True), False),
+        (297.0, 450.0, (12.0, 2.0, 2.0, False), False),
+        (25.0, 500.0, (2.125, 4.0, 4.0, True), False),
+    ],
+)
+def test_the_faster_path(
+    link: float, host: float, layout: tuple[float, float, float, bool], faster: bool
+) -> None:
+    *sizes, read = layout
+    assert Bandwidths(link, host).step_on_host(*sizes, read=read) == faster
+
+
+@pytest.mark.parametrize(("host", "path"), [(100.0, "mapped"), (500.0, "host")])
+def test_auto_says_what_it_chose(
+    host: float, path: str, late: LateStreams, stepped: list[int],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    asked: list[torch.device] = []
+
+    def measured(device: torch.device) -> Bandwidths:
+        asked.append(device)
+        return Bandwidths(55.0, host)
+
+    monkeypatch.setattr(host_steps, "bandwidths", measured)
+    caplog.set_level(logging.INFO)
+    params, optimizer = built(late, "bf16, master", state_device="cpu", offload_step="auto")
+    for seed in range(2):
+        step(params, optimizer, seed=seed)
+    assert asked == [params[0].device] and optimizer.offload_path == path
+    assert bool(stepped) == (path == "host")
+    assert f"chose '{path}': the link moves 55.0 GB/s, the host's memory {host}" in caplog.text
+    optimizer.move_state("cuda")
+    assert optimizer.offload_path is None
+
+
+def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidths_module, "_BYTES", 1 << 20)
+    bandwidths_module.bandwidths.cache_clear()
+    first = bandwidths_module.bandwidths(torch.device("cpu"))
+    assert min(first) > 0.01 and bandwidths_module.bandwidths(torch.device("cpu")) is first
+    bandwidths_module.bandwidths.cache_clear()
+
+
+@pytest.mark.parametrize("value", ["host", "auto"])
+def test_without_a_gpu_it_has_no_effect(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(host_steps, "bandwidths", None)
+    optimizer = FusedAdamW(make_params(SHAPES), state_device="cpu", offload_step=value)
+    train(optimizer, range(1))
+    assert optimizer.offload_path is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload_step": "staged"},
+         "Invalid offload_step: 'staged', expected one of ('mapped', 'host', 'auto')"),
+        ({"offload_step": "host", "track": True}, "'host' is not supported with track"),
+        ({"offload_step": "host", "write_back_gradients": True}, "with write_back_gradients"),
+    ],
+)  # fmt: skip
+def test_rejected(options: dict[str, Any], text: str, late: LateStreams) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        built(late, "fp32", state_device="cpu", **options)
+    late.optimizers.clear()
+    optimizer = built(late, "fp32", **{k: v for k, v in options.items() if k != "offload_step"})[1]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        optimizer.offload_step = options["offload_step"]
+    assert optimizer.offload_step == "mapped"
+
+
+def test_auto_with_telemetry_is_mapped(late: LateStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_steps, "bandwidths", lambda _: Bandwidths(1.0, 1000.0))
+    _, optimizer = built(late, "fp32", state_device="cpu", offload_step="auto", track=True)
+    assert optimizer.offload_path == "mapped"
+
+
+def test_graphs_capture_no_step_on_the_host(
+    late: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, optimizer = built(late, "fp32", state_device="cpu", offload_step="host")
+    step(params, optimizer, seed=0)
+    before = snapshot(optimizer)
+    monkeypatch.setattr(host_steps, "is_captured", lambda: True)
+    with pytest.raises(RuntimeError, match=r"set optimizer\.offload_step = 'mapped'"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    optimizer.offload_step = "mapped"
+    optimizer.step()
+    assert snapshot(optimizer) != before
