@@ -12,7 +12,7 @@ from torchopt_ext.ops import CONTROL_FIELDS
 from torchopt_ext.optim.gradients import local_gradients
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.quantized import SCALES
-from torchopt_ext.state.storage import MASTER
+from torchopt_ext.state.storage import EMA, MASTER
 
 _SKIP = CONTROL_FIELDS.index("skip")
 
@@ -115,6 +115,12 @@ class HostStep:
             self._sent += [(local_tensor(scale), buffer) for scale, buffer in scales]
             copies.append((own["step"], state["step"]))
             self._sent.append((state["step"], own["step"]))
+        for position in self._places.keys() - set(positions):  # only their averages change
+            weight, (param, state) = self._weights[self._places[position]], states[position]
+            if EMA in (own := self._state[weight]):
+                copies.append((own["step"], state["step"]))
+                if MASTER not in state:
+                    copies.append((weight, local_tensor(param)))
         for buffer, source in copies:
             buffer.copy_(source, non_blocking=True)
 

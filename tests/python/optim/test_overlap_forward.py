@@ -34,7 +34,7 @@ SHAPES = ((3, 4), (7,), (130, 65), (2, 1031), (0, 2), (), (1, 33_003))
 MODULES = ((5, 2), (0, 3), (4, 1))
 """The parameters of each module; the last parameter is in none."""
 OPTIONS: dict[str, Any] = {
-    "lr": 0.02, "max_grad_norm": 3.0, "skip_nonfinite": True, "rounding_seed": 5,
+    "lr": 0.02, "max_grad_norm": 3.0, "skip_nonfinite": True, "rounding_seed": 5, "ema_decay": 0.9,
 }  # fmt: skip
 
 
