@@ -15,11 +15,11 @@ from torchopt_ext.state.entries import CONTROL_KEY
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import params_of
 from torchopt_ext.state.quantized import SCALES
-from torchopt_ext.state.storage import MASTER, REMAINDER, REMAINDER8, place_of
+from torchopt_ext.state.storage import EMA, MASTER, REMAINDER, REMAINDER8, place_of
 
 __all__ = ["digest"]
 
-_COUNTS = ("step", CONTROL_KEY)
+_LEFT_OUT = ("step", CONTROL_KEY, EMA)
 _PARAM, _WEIGHT = 0, 4
 _STATES = [(k, of) for algorithm in ALGORITHMS.values() for k, of in enumerate(algorithm.states)]
 _ROLES = {
@@ -42,7 +42,7 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
     Args:
         of: tensors of any dtype of 1, 2, 4 or 8 bytes (complex128 too), or an optimizer. Of an
             optimizer's parameter, the digest covers weight and moments: the fp32 master weight if
-            there is one, otherwise the parameter and its remainder.
+            there is one, otherwise the parameter and its remainder. Averages are left out.
 
     Returns:
         int64, one element for each tensor, or for each parameter that is trained or has state, in
@@ -112,7 +112,7 @@ def _arrays_of(optimizer: Any) -> Iterator[_Array]:
                     yield _Array(item, local_tensor(value), numbers)
                 elif name in _ROLES:
                     yield _Array(item, local_tensor(value), (_ROLES[name], row, *place))
-                elif isinstance(value, Tensor) and name not in _COUNTS:
+                elif isinstance(value, Tensor) and name not in _LEFT_OUT:
                     raise ValueError(
                         f"state entry {name!r} of parameter {number} has no role in a digest, "
                         f"expected some of {list(_ROLES)}"
