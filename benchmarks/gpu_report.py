@@ -96,6 +96,7 @@ def sections(out: Path, device: str = "cuda", quick: bool = False) -> list[Secti
         measured("small", 45),
         measured("passes", 60),
         measured("adapters", 40),
+        measured("offload", 120),
         tested("trainer", 120, "tyro", trainer),
         measured("peers", 60),
     ]

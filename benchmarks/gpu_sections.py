@@ -33,6 +33,7 @@ from cases import (
     gradients_of,
     params_with,
 )
+from gpu_offload import offload
 from harness import Call, Case, Row, wall_milliseconds
 from mixed_precision import build_adapters
 from peers import GPU, SETTINGS
@@ -158,6 +159,13 @@ def passes(bench: Bench) -> Rows:
             {"stochastic_rounding": True, **int8},
             10.25,
             f"{BF16}, random 8-bit moments",
+        ),
+        (torch.float32, {"ema_decay": 0.999}, 36, "fp32, averages"),
+        (
+            torch.bfloat16,
+            {"master_weights": "remainder", "ema_decay": 0.999},
+            34,
+            f"{BF16}, remainders, averages",
         ),
         (torch.float32, {"track": True}, 28, "fp32, tracked"),
         (
@@ -303,6 +311,8 @@ def short(bench: Bench) -> Rows:
         (torch.bfloat16, int8),
         (torch.bfloat16, {**int8, **random}),
         (torch.bfloat16, {**int8, "master_weights": "remainder8", "track": True}),
+        (torch.bfloat16, {**int8, "master_weights": "remainder8", "ema_decay": 0.9}),
+        (torch.float32, {"ema_decay": 0.9, "ema_dtype": "bf16", "track": True}),
     ):
         flat = torch.randn(parameters(SHORT) + 1, device=bench.device).to(dtype)
         pieces = flat[1:].split([torch.Size(shape).numel() for shape in SHORT])
@@ -315,12 +325,12 @@ def short(bench: Bench) -> Rows:
             control = ops.new_control(bench.device, grad_factor=0.5)
             ops.scaled_copy_(copies, gradients, control, unscale=True)
         assert all(bool(p.isfinite().all()) for p in params)
-    yield {"note": "steps in ten ways to hold parameters"}
+    yield {"note": "steps in twelve ways to hold parameters"}
 
 
 SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     section.__name__: section
-    for section in (copy, passes, fp32, bf16, small, adapters, peers, short)
+    for section in (copy, passes, fp32, bf16, small, adapters, offload, peers, short)
 }
 
 
