@@ -164,6 +164,12 @@ def plan(args: list[str]) -> argparse.Namespace:
         help="of a GPU: lists the settings that fit, fastest first, of those that the other "
         "options leave open",
     )
+    command.add_argument(
+        "--host-memory",
+        type=positive,
+        metavar="GB",
+        help="of the host for each GPU, with --gpu-memory: leaves out what needs more there",
+    )
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
     return _checked_plan(command.parse_args(args))
@@ -182,6 +188,8 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
         raise CommandError("--state-fraction needs --state-device cpu")
     if options.link and not (options.state_device or options.gpu_memory):
         raise CommandError("--link needs --state-device cpu or --gpu-memory")
+    if options.host_memory and not options.gpu_memory:
+        raise CommandError("--host-memory needs --gpu-memory")
     if options.gpu_memory and options.plot:
         raise CommandError("--plot shows what is held, not what fits: leave out --gpu-memory")
     if options.world_size > MOST_RANKS:

@@ -108,6 +108,8 @@ def search(source: Source, options: Any, done: Callable[[], None]) -> tuple[list
             found = fit(sharding, setting, {*ranks}, most, options)
             if found.left < 0:
                 missing.append(-found.left)
+            elif options.host_memory and found.on_host > options.host_memory * 1e9:
+                missing.append(found.on_host - int(options.host_memory * 1e9))
             else:
                 fits.append(found)
     if not fits and not missing and problem is not None:
@@ -173,10 +175,10 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
         "",
     ]
     if not fits:
-        beside = "" if options.state_device else ", even with all states in memory of the host"
+        beside = "" if options.state_device else ", even with states in memory of the host"
         text = (
-            f"Nothing fits: each GPU lacks at least {size(missing)}{beside}. Divide the model over "
-            f"more GPUs (--world-size), or step in backward, which keeps no gradients "
+            f"Nothing fits: {size(missing)} are missing for each GPU{beside}. Divide the model "
+            f"over more GPUs (--world-size), or step in backward, which keeps no gradients "
             f"(docs/in_backward.md)."
         )
         return "\n".join([*lines, *textwrap.wrap(text, WIDTH)])
@@ -208,18 +210,15 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
 
 def advice(fits: list[Fit], options: Any) -> str:
     """Says how the first row is written in Python, and what the order assumes."""
-    (sharding, setting, fraction), place = (
-        (fits[0].sharding, fits[0].setting, fits[0].state_fraction),
-        "",
-    )
-    if fraction:
+    first, place = fits[0], ""
+    if first.state_fraction:
         place = ", state_device='cpu'"
-        place += f", state_fraction={fraction:g}" if fraction < 1 else ""
-    made = f"{CLASSES[options.algorithm]}(params{setting.arguments}{place})"
-    over = f" over {setting.dtype} weights" if setting.dtype else ""
+        place += f", state_fraction={first.state_fraction:g}" if first.state_fraction < 1 else ""
+    made = f"{CLASSES[options.algorithm]}(params{first.setting.arguments}{place})"
+    over = f" over {first.setting.dtype} weights" if first.setting.dtype else ""
     text = f"The first row is {made}{over}."
     if options.world_size > 1:
-        text += f" {sharding}: {SHARDINGS[sharding]}."
+        text += f" {first.sharding}: {SHARDINGS[first.sharding]}."
     if any(fit.on_host for fit in fits) and not (options.bandwidth and options.link):
         text += (
             f" The order assumes memory of {options.bandwidth or BANDWIDTH:,.0f} GB/s and a link "

@@ -84,7 +84,7 @@ TEST(FusedAdamW, HasTheBitsOfTheOperators) {
         }
         counts.push_back(torch::zeros({}));
       }
-      Tensor control = torch::zeros({28}, at::kDouble);
+      Tensor control = torch::zeros({31}, at::kDouble);
       control.slice(0, 3, 5).fill_(1.0);            // clip_factor, grad_factor
       for (const int64_t field : {0, 7, 10, 19}) {  // max_grad_norm, the scales, lr_factor
         control[field] = 1.0;

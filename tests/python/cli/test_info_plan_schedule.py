@@ -451,6 +451,7 @@ def test_plan_rejects(fails, tmp_path, monkeypatch):
         ("--shapes gpt2 --algorithm muon --rest lion --amsgrad", "has no argument 'amsgrad'"),
         ("--shapes gpt2 --algorithm muon --rest normuon", "invalid choice: 'normuon'"),
         ("7B --link 55", "--link needs --state-device cpu or --gpu-memory"),
+        ("7B --host-memory 64", "--host-memory needs --gpu-memory"),
         ("7B --gpu-memory 24 --plot x.png", "leave out --gpu-memory"),
         ("--shapes gpt2 --rest lion", "--rest needs --algorithm muon"),
         ("--shapes gpt2 --not-muon wte", "--not-muon needs --algorithm muon"),

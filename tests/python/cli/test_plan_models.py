@@ -159,6 +159,9 @@ def test_what_fits_keeps_to_what_is_given(run):
     assert {row["sharding"] for row in found} == {"zero2"}
     (row,) = fitting(run, *args, *given, "--state-device", "cpu")["fits"]
     assert (row["state_fraction"], row["on_host"]) == (1.0, 12_000_000_000)
+    (row,) = fitting(run, *args, *given, "--state-device", "cpu", "--host-memory", "12")["fits"]
+    less = fitting(run, *args, *given, "--state-device", "cpu", "--host-memory", "11")
+    assert (less["fits"], less["missing"]) == ([], 1_000_000_000)
     # 8-bit moments have no third moment of amsgrad.
     found = fitting(run, *args, "--amsgrad")["fits"]
     assert found and not any(row["setting"]["state_dtype"] == "int8" for row in found)
@@ -174,4 +177,7 @@ def test_what_fits_is_shown_with_its_python(run):
     assert "state_device='cpu', state_fraction=" in shown.replace("\n", " ")
     assert "a link of 50 GB/s" in shown.replace("\n", " ")
     shown = run("plan", "7B", "--gpu-memory", "24", "--world-size", "1").replace("\n", " ")
-    assert "Nothing fits: each GPU lacks at least 4.00 GB, even with all states" in shown
+    assert "Nothing fits: 4.00 GB are missing for each GPU, even with states in" in shown
+    args = ["5B", "--world-size", "1", "--gpu-memory", "24", "--host-memory", "64", "--link", "25"]
+    text = run("plan", *args)
+    assert "step" in text and "state_device='cpu'" in text.replace("\n", " ")
