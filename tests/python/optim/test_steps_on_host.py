@@ -201,7 +201,7 @@ def test_an_optimizer_without_overlap_returns_when_weights_are_under_way(late: L
 @pytest.mark.parametrize(
     ("link", "host", "layout", "faster"),
     [
-        # docs/offload.md's crossings: H* = 147 GB/s for fp32 masters on PCIe 5, 286 with 8 bits
+        # docs/offload_step.md's crossings: 147 GB/s for fp32 masters on PCIe 5
         (55.0, 140.0, (12.0, 2.0, 2.0, False), False),
         (55.0, 155.0, (12.0, 2.0, 2.0, False), True),
         (55.0, 200.0, (3.125, 2.0, 2.0, True), False),
