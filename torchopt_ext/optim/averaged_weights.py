@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext.optim.context import IDLE
+from torchopt_ext.optim.norm import is_flattened
 from torchopt_ext.optim.options import check_decay
 from torchopt_ext.optim.overlapped import OverlappedStep
 from torchopt_ext.optim.shards import reshard
@@ -59,8 +60,14 @@ class AveragedWeights(OverlappedStep):
 
         Raises:
             RuntimeError: ``ema_decay`` is None, or a block of this optimizer is under way.
+            ValueError: FSDP1 shards the parameters.
         """
         self._expect_averages()
+        if any(map(is_flattened, params_of(self))):
+            raise ValueError(
+                "parameters are flattened by FullyShardedDataParallel, whose forward may use those "
+                "that it gathered before: shard the model with fully_shard"
+            )
         if self._context is not IDLE:  # type: ignore[attr-defined]
             raise RuntimeError("a step of this optimizer is under way")
         self._wait_for_states()

@@ -346,6 +346,16 @@ def test_fsdp2_gathers_what_a_block_changes() -> None:
         assert_same_bits([model(x)], [before])
 
 
+@pytest.mark.usefixtures("second_of_two_ranks")
+def test_fsdp1_is_rejected() -> None:
+    """Its root keeps gathered parameters, too, and no optimizer can find them."""
+    param: Any = nn.Parameter(torch.ones(3))
+    param._fsdp_flattened = True
+    optimizer = FusedAdamW([param], ema_decay=0.9)
+    with pytest.raises(ValueError, match="with fully_shard"), optimizer.ema_weights():
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
