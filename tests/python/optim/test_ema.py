@@ -325,6 +325,29 @@ def test_weights_stay_where_memory_ends_before_the_block(monkeypatch: pytest.Mon
         pass
 
 
+def test_a_block_with_tensors_of_inference_mode() -> None:
+    params, optimizer = WAYS["fp32"].build(shapes=[(3, 4), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    with torch.inference_mode():
+        optimizer.state[params[1]][EMA] = optimizer.state[params[1]][EMA].clone()
+    with unchanged(params, optimizer.state):
+        with torch.inference_mode(), optimizer.ema_weights():
+            pass
+        with pytest.raises(RuntimeError, match="made in inference mode"), optimizer.ema_weights():
+            pass
+
+
+def test_weights_come_back_where_two_have_one_average() -> None:
+    params, optimizer = WAYS["fp32"].build(shapes=[(7,), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    optimizer.state[params[0]][EMA] = optimizer.state[params[1]][EMA]
+    with unchanged(params, optimizer.state), optimizer.ema_weights():
+        pass
+    optimizer.state[params[1]][EMA] = torch.zeros(1).expand(7)
+    with unchanged(params), pytest.raises(RuntimeError), optimizer.ema_weights():
+        pass
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_fsdp2_gathers_what_a_block_changes() -> None:
     """After a forward without backward FSDP2 would use the root's gathered parameters again."""
