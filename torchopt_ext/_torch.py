@@ -33,6 +33,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
+def drop_compiled_code() -> None:
+    """Drops the code that torch.compile has made, without importing the compiler."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def run_eagerly(function: _Function) -> _Function:
     """Excludes ``function``, and what it calls, from the graphs of torch.compile.
 

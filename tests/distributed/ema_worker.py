@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,9 @@ def assert_as_in_one_process(
     expected = [average.to(dtype) for average in held]
     with optimizer.ema_weights():
         assert_same_bits(whole(model.parameters()), expected)
+    assert_same_bits(whole(model.parameters()), whole(alone.parameters()))
+    with suppress(KeyError), optimizer.ema_weights():
+        raise KeyError
     assert_same_bits(whole(model.parameters()), whole(alone.parameters()))
     folder = gathered(tempfile.mkdtemp())[0]
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_ext.optim.context import IDLE
+from torchopt_ext.optim.norm import is_flattened
 from torchopt_ext.optim.options import check_decay
 from torchopt_ext.optim.overlapped import OverlappedStep
+from torchopt_ext.optim.shards import reshard
 from torchopt_ext.state.averages import exchanged
-from torchopt_ext.state.entries import as_held
+from torchopt_ext.state.entries import as_held, unwrapped
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import named_params, params_of
 from torchopt_ext.state.storage import EMA, is_steppable
@@ -58,19 +60,28 @@ class AveragedWeights(OverlappedStep):
 
         Raises:
             RuntimeError: ``ema_decay`` is None, or a block of this optimizer is under way.
+            ValueError: FSDP1 shards the parameters.
         """
         self._expect_averages()
+        if any(map(is_flattened, params_of(self))):
+            raise ValueError(
+                "parameters are flattened by FullyShardedDataParallel, whose forward may use those "
+                "that it gathered before: shard the model with fully_shard"
+            )
         if self._context is not IDLE:  # type: ignore[attr-defined]
             raise RuntimeError("a step of this optimizer is under way")
         self._wait_for_states()
         self._follow_weights()
-        states = {p: self.state[p] for p in params_of(self) if p in self.state}
+        params = params_of(self)
+        states = {p: self.state[p] for p in params if p in self.state}
+        reshard(params)
         with exchanged(states):
             self._exchanged = True
             try:
                 yield
             finally:
                 self._exchanged = False
+                reshard(params)
         self._mark_weights(states)
 
     def _follow_weights(self) -> None:
@@ -88,6 +99,10 @@ class AveragedWeights(OverlappedStep):
             raise RuntimeError(
                 "the parameters are their averages now: leave the block of ema_weights() first"
             )
+
+    def _wait_for_states(self) -> None:
+        self._reject_exchanged()  # averages are among the weights: copy, read and move neither
+        super()._wait_for_states()
 
     def _init_states(self, chooses: Any) -> None:
         self._reject_exchanged()
@@ -111,8 +126,7 @@ class AveragedWeights(OverlappedStep):
             model: the module of the parameters, if the optimizer was given no names.
 
         Raises:
-            ValueError: an average is missing or has another shape (all are listed). Nothing has
-                changed.
+            ValueError: an average is missing or does not fit (all are listed). Nothing has changed.
             RuntimeError: ``ema_decay`` is None.
         """
         self._expect_averages()
@@ -126,8 +140,9 @@ class AveragedWeights(OverlappedStep):
         self._wait_for_states()
         self._init_states(lambda param: param.requires_grad)
         for param in params_of(self):
-            if EMA in (state := self.state.get(param, {})):
-                average = as_held(EMA, found[param][1], param)
+            average = found[param][1]
+            if EMA in (state := self.state.get(param, {})) and _fits(average, param):
+                average = as_held(EMA, average, param)
                 local_tensor(state[EMA]).copy_(local_tensor(average))
 
     def _names(self, model: nn.Module | None) -> dict[Tensor, str]:
@@ -158,17 +173,18 @@ def averages_in(
         found = dict(zip(order, listed, strict=True))
         return {param: (names.get(param, ""), found.get(param)) for param in params}
     prefix = "module." if _AVERAGED in source else ""
+    source = {unwrapped(name): value for name, value in source.items() if isinstance(name, str)}
     if not any(names.get(param) for param in params):
         raise ValueError(
             "the averages have names and this optimizer's parameters have none: give load_ema() "
             "the model, or build the optimizer from model.named_parameters()"
         )
     named = {param: names.get(param, "") for param in params}
-    return {param: (name, source.get(prefix + name)) for param, name in named.items()}
+    return {param: (name, source.get(prefix + unwrapped(name))) for param, name in named.items()}
 
 
 def reject_misfits(found: Mapping[Tensor, tuple[str, Any]]) -> None:
-    """Raises ValueError that lists the averages that are missing or have another shape."""
+    """Raises ValueError that lists the averages that are missing or do not fit."""
     problems = []
     for number, (param, (name, value)) in enumerate(found.items()):
         if not (param.requires_grad and is_steppable(param)):
@@ -179,5 +195,14 @@ def reject_misfits(found: Mapping[Tensor, tuple[str, Any]]) -> None:
         elif value.shape != param.shape:
             expected = tuple(param.shape)
             problems.append(f"{what} has shape {tuple(value.shape)}, expected {expected}")
+        elif not _fits(value, param):
+            problems.append(f"{what} is {value.dtype} on {value.device}")
     if problems:
         raise ValueError("these averages do not fit: " + "; ".join(problems))
+
+
+def _fits(value: Any, param: Tensor) -> bool:
+    """Returns whether a value can be a parameter's average: a frozen parameter may have none."""
+    if not isinstance(value, Tensor) or value.is_meta or value.shape != param.shape:
+        return False
+    return value.is_complex() == param.is_complex()

@@ -279,7 +279,6 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
         copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
         """
-        self._reject_exchanged()
         drop_replaced(self)
         self._wait_for_states()
         self._mark_control(follow=True)
@@ -370,7 +369,6 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         Args:
             control: the result of :meth:`control_to_load`.
         """
-        self._reject_exchanged()
         self._wait_for_states()
         state = dict(loaded.foreign)
         for slot in loaded.slots:
@@ -531,6 +529,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
     @torch.no_grad()
     def _set_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets parameters and their masters to float32 weights that fit them."""
+        self._reject_exchanged()
         self._reserve_host_memory()
         for param, weight in pairs:
             state = self.state.get(param, {})

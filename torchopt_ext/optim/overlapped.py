@@ -1,6 +1,5 @@
 """Steps that end during the next forward: pass B of a module's parameters on a second stream."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_ext._torch import run_eagerly
+from torchopt_ext._torch import drop_compiled_code, run_eagerly
 from torchopt_ext.optim.context import IDLE, StepContext
 from torchopt_ext.optim.forward_overlap import ForwardOverlap, check_modules
 from torchopt_ext.optim.host_steps import HostSteps
@@ -72,8 +71,7 @@ class OverlappedStep(HostSteps):
             weakref.finalize(self, self._overlap.wait).atexit = False
         self._overlap.forget()
         self._overlap.set_modules(modules)
-        if "torch._dynamo" in sys.modules:  # its guards do not see new hooks
-            torch.compiler.reset()
+        drop_compiled_code()  # its guards do not see new hooks
         if self._storage.state_device is not None:
             self.move_state(self._storage.state_device)
 

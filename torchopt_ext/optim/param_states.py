@@ -121,7 +121,8 @@ def init_param_states(
             if kept and storage.on_host(param) and MASTERS.keys().isdisjoint(state):
                 hosted.append((state, Need(param, kept, MASTERS[kept])))
         for _, param, state in entries:
-            if storage.on_host(param) and (average := storage.average_dtype(param)):
+            average = storage.average_dtype(param)
+            if average and storage.on_host(param) and EMA not in state:
                 hosted.append((state, Need(param, EMA, average)))
         needs = [need for _, need in hosted]
         for (state, need), memory in zip(hosted, storage.host.take(needs), strict=True):

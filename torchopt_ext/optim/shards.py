@@ -1,4 +1,4 @@
-"""Counts writes to weights that torch does not count, for masters and 16-bit copies to follow."""
+"""FSDP2's shards: masters, 16-bit copies and gathered parameters follow what changes them."""
 
 import weakref
 from collections.abc import Iterable
@@ -27,6 +27,18 @@ def watch_weights(params: Iterable[Tensor]) -> None:
             if module not in _watched:
                 _watched.add(module)
                 module.register_state_dict_post_hook(_count_aliases)
+
+
+def reshard(params: Iterable[Tensor]) -> None:
+    """Frees gathered parameters, which the next forward would use although shards have changed.
+
+    FSDP2 keeps them after a forward without backward, as of validation, where modules reshard after
+    backward only. The root does by default.
+    """
+    if sharded := {id(param) for param in params if is_dtensor(param)}:
+        for module in fsdp_modules():
+            if not sharded.isdisjoint(id(each.sharded_param) for each in fsdp_params(module)):
+                module.reshard()
 
 
 def _count_step(optimizer: Any, *_: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext.state.entries import tensor_problem
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import weight_of
 from torchopt_ext.state.storage import EMA, Storage
@@ -37,22 +38,39 @@ def exchanged(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
     Where both have one dtype and device, they change places in memory, block by block. Elsewhere
     the weights are kept in copies. Addresses stay: FSDP2's buffers, CUDA graphs and views of the
     parameters see the values.
+
+    Raises:
+        ValueError: a program has set an average that does not fit its parameter. Nothing has
+            changed.
+        RuntimeError: tensors of inference mode cannot change outside it.
     """
-    pairs = [(local_tensor(p), local_tensor(s[EMA])) for p, s in states.items() if EMA in s]
+    held = [(param, state[EMA]) for param, state in states.items() if EMA in state]
+    for param, average in held:
+        if problem := tensor_problem(average, param):
+            raise ValueError(f"the average of a weight {problem}")
+        if not torch.is_inference_mode_enabled() and (
+            param.is_inference() or average.is_inference()
+        ):
+            raise RuntimeError(
+                "a weight or its average was made in inference mode: enter it before"
+            )
+    pairs = [(local_tensor(param), local_tensor(average)) for param, average in held]
     swapped = [(p, e) for p, e in pairs if (p.dtype, p.device) == (e.dtype, e.device)]
     ids = {id(param) for param, _ in swapped}
     copied = [(p, e) for p, e in pairs if id(p) not in ids]
-    with torch.no_grad():
-        kept = [param.detach().clone() for param, _ in copied]
-        for param, average in copied:
-            param.copy_(average)
-        for pair in swapped:
-            _swap(*pair)
+    kept = [param.detach().clone() for param, _ in copied]
+    done: list[tuple[Tensor, Tensor]] = []  # not all, if memory ends before
     try:
+        with torch.no_grad():
+            for pair in swapped:
+                _swap(*pair)
+                done.append(pair)
+            for param, average in copied:
+                param.copy_(average)
         yield
     finally:
         with torch.no_grad():
-            for pair in swapped:
+            for pair in reversed(done):  # averages of two parameters may be one tensor
                 _swap(*pair)
             for (param, _), weight in zip(copied, kept, strict=True):
                 param.copy_(weight)
@@ -60,9 +78,9 @@ def exchanged(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
 
 def _swap(param: Tensor, average: Tensor) -> None:
     if not _is_dense_alike(param, average):
-        weight = param.detach().clone()
-        param.copy_(average)
-        average.copy_(weight)
+        kept = average.clone()
+        average.copy_(param)  # first, because an expanded tensor raises
+        param.copy_(kept)
         return
     one, other = (torch.as_strided(t.detach(), (t.numel(),), (1,)) for t in (param, average))
     for first in range(0, one.numel(), _ELEMENTS):

@@ -27,7 +27,7 @@ from torchopt_ext.state.quantized import (
     fit_moments,
     has_codes,
 )
-from torchopt_ext.state.storage import Storage, is_steppable
+from torchopt_ext.state.storage import EMA, Storage, is_steppable
 from torchopt_ext.statedict.loaded import Slot, invalid, largest_step, raise_problems
 
 ModelPart: TypeAlias = tuple[nn.Module, Sequence[Optimizer]]
@@ -224,8 +224,9 @@ def _writes(slot: Slot, state: dict[str, Any]) -> _Writes:
     # As the state is: the next step converts it if the parameter's layout has changed.
     entry = fit_moments(slot.entry, slot.param, has_codes(state))
     keeps_master = bool(MASTERS.keys() & state.keys())
-    # The next step makes a missing master from the other entries (fit_master).
-    gone = [name for name in MASTERS if name in state and name not in entry]
+    # The next step makes a missing master from the other entries (fit_master), and begins a missing
+    # average as the loaded weight, not as the one from before.
+    gone = [name for name in (*MASTERS, EMA) if name in state and name not in entry]
     writes = _Writes(state, gone, [], {})
     for name, value in entry.items():
         live = state.get(name)

@@ -342,6 +342,7 @@ class LocalOptimizer:
         """Sets this rank's masters from the parameters, or both from the given weights."""
         optimizer = self.fused
         with fail_together(self.ranks.group):
+            optimizer._reject_exchanged()
             self.partition.follow_memory()
             named = named_params(self.params)
             pairs = [] if from_ is None else read_weights(from_, named, optimizer._keeps_master)

@@ -439,10 +439,14 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     def ema_weights(self) -> Iterator[None]:
         """Works like :meth:`torchopt_ext.FusedAdamW.ema_weights`. Call it on all ranks."""
         self.wait_for_params()
-        with self.local.fused.ema_weights():
+        fused = self.local.fused
+        fused._expect_averages()
+        try:
+            with fused.ema_weights():
+                self._return_weights()
+                yield
+        finally:  # also after an error in the block
             self._return_weights()
-            yield
-        self._return_weights()
 
     @bounded
     def _return_weights(self) -> None:

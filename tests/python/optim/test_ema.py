@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchopt_ext import FusedAdamW, FusedSGD
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.state import averages
 
 from ...support import oracle
 from ...support.compare import assert_same_bits, unchanged
@@ -272,6 +275,12 @@ def test_rejections_within_the_block() -> None:
             optimizer.step,
             optimizer.state_dict,
             lambda: optimizer.load_state_dict(state),
+            lambda: copy.deepcopy(optimizer),
+            lambda: pickle.dumps(optimizer),
+            lambda: optimizer.move_state("cpu"),
+            lambda: optimizer.scale_(params[0], torch.ones(1)),
+            optimizer.refresh_masters,
+            lambda: optimizer.refresh_masters({p: p.detach().float() for p in params}),
             lambda: optimizer.ema_weights().__enter__(),
             lambda: optimizer.load_ema({}),
         ):
@@ -280,6 +289,93 @@ def test_rejections_within_the_block() -> None:
     optimizer.step()
     _, plain = WAYS["fp32"].build()
     with pytest.raises(RuntimeError, match="without ema_decay="), plain.ema_weights():
+        pass
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(5), torch.zeros(7, dtype=torch.int32)])
+def test_weights_stay_where_an_average_does_not_fit(wrong: Any) -> None:
+    """Also those that come before it."""
+    params, optimizer = WAYS["fp32"].build(shapes=[(3, 4), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    optimizer.state[params[1]][EMA] = wrong
+    with (
+        unchanged(params, [optimizer.state[params[0]]]),
+        pytest.raises(ValueError, match="the average of a weight"),
+        optimizer.ema_weights(),
+    ):
+        pass
+
+
+def test_weights_stay_where_memory_ends_before_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = WAYS["fp32"].build(shapes=[(3, 4), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    swap = averages._swap
+
+    def ends(param: Tensor, average: Tensor) -> None:
+        if param is params[1]:
+            raise torch.OutOfMemoryError
+        swap(param, average)
+
+    monkeypatch.setattr(averages, "_swap", ends)
+    with (
+        unchanged(params, optimizer.state),
+        pytest.raises(torch.OutOfMemoryError),
+        optimizer.ema_weights(),
+    ):
+        pass
+
+
+def test_a_block_with_tensors_of_inference_mode() -> None:
+    params, optimizer = WAYS["fp32"].build(shapes=[(3, 4), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    with torch.inference_mode():
+        optimizer.state[params[1]][EMA] = optimizer.state[params[1]][EMA].clone()
+    with unchanged(params, optimizer.state):
+        with torch.inference_mode(), optimizer.ema_weights():
+            pass
+        with pytest.raises(RuntimeError, match="made in inference mode"), optimizer.ema_weights():
+            pass
+
+
+def test_weights_come_back_where_two_have_one_average() -> None:
+    params, optimizer = WAYS["fp32"].build(shapes=[(7,), (7,)], ema_decay=0.9)
+    train(optimizer, [0])
+    optimizer.state[params[0]][EMA] = optimizer.state[params[1]][EMA]
+    with unchanged(params, optimizer.state), optimizer.ema_weights():
+        pass
+    optimizer.state[params[1]][EMA] = torch.zeros(1).expand(7)
+    with unchanged(params), pytest.raises(RuntimeError), optimizer.ema_weights():
+        pass
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp2_gathers_what_a_block_changes() -> None:
+    """After a forward without backward FSDP2 would use the root's gathered parameters again."""
+    model = small_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = FusedAdamW(model.named_parameters(), lr=0.1, ema_decay=0.5)
+    x = torch.ones(4, 2)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = small_model()
+    for p, q in zip(plain.parameters(), optimizer.param_groups[0]["params"], strict=True):
+        p.data.copy_(optimizer.state[q][EMA].full_tensor())
+    with torch.no_grad():
+        before = model(x)
+        with optimizer.ema_weights():
+            assert_same_bits([model(x)], [plain(x)])
+        assert_same_bits([model(x)], [before])
+
+
+@pytest.mark.usefixtures("second_of_two_ranks")
+def test_fsdp1_is_rejected() -> None:
+    """Its root keeps gathered parameters, too, and no optimizer can find them."""
+    param: Any = nn.Parameter(torch.ones(3))
+    param._fsdp_flattened = True
+    optimizer = FusedAdamW([param], ema_decay=0.9)
+    with pytest.raises(ValueError, match="with fully_shard"), optimizer.ema_weights():
         pass
 
 
@@ -390,6 +486,39 @@ def test_averages_that_do_not_fit_are_listed() -> None:
         FusedAdamW(model.parameters(), ema_decay=0.9).load_ema(model.state_dict())
 
 
+def test_averages_of_frozen_parameters_may_be_missing() -> None:
+    model = small_model()
+    params = [*model.parameters()]
+    optimizer = FusedAdamW(model.named_parameters(), ema_decay=0.9)
+    train(optimizer, [0])
+    kept = [optimizer.state[p][EMA].clone() for p in params[:2]]
+    source = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for p in params[:2]:
+        p.requires_grad_(requires_grad=False)
+    del source["0.weight"]
+    source["0.bias"] = torch.ones(1)
+    optimizer.load_ema(source)
+    expected = [*kept, *(torch.ones_like(p) for p in params[2:])]
+    assert_same_bits([optimizer.state[p][EMA] for p in params], expected)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1, device="meta"), torch.zeros(1).to(torch.cfloat)])
+def test_averages_without_usable_values_are_listed(value: Tensor) -> None:
+    model = small_model()
+    optimizer = FusedAdamW(model.named_parameters(), ema_decay=0.9)
+    with unchanged(optimizer.state), pytest.raises(ValueError, match=r"2.bias is torch"):
+        optimizer.load_ema({**model.state_dict(), "2.bias": value})
+
+
+def test_names_of_compiled_modules_fit() -> None:
+    model = small_model()
+    compiled = torch.compile(model, backend="eager")
+    for one, other in ((model, compiled), (compiled, model)):
+        optimizer = FusedAdamW(one.named_parameters(), ema_decay=0.9)
+        optimizer.load_ema(other.state_dict())
+        optimizer.load_ema(AveragedModel(other).state_dict())
+
+
 def test_a_mixed_optimizer_averages_all_its_parameters() -> None:
     params, optimizer = hybrid(ema_decay=0.9)
     expected = [p.detach().clone() for p in params]
@@ -433,6 +562,34 @@ def test_containers_average_and_save_by_name(container: Any) -> None:
     assert_same_bits(
         [other[f"state.{n}.{EMA}"] for n in held], [one[f"state.{n}.{EMA}"] for n in held]
     )
+
+
+def test_a_container_begins_missing_averages_as_the_loaded_weights() -> None:
+    """Its state dict, which loaders take first, has made averages of the weights before."""
+    model, other = small_model(), small_model()
+    saved = OptimizersContainer([model], FusedAdamW, {"lr": 0.01})
+    train(saved, [0])
+    for p in other.parameters():
+        p.data.fill_(9.0)
+    loaded = OptimizersContainer([other], FusedAdamW, {"lr": 0.01, "ema_decay": 0.9})
+    loaded.state_dict()
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(saved.state_dict())
+    train(loaded, [1])
+    held = loaded.state_dict()
+    for (name, before), p in zip(model.named_parameters(), other.parameters(), strict=True):
+        expected = averaged(before.detach(), p.detach(), 0.9)
+        assert_same_bits([held[f"state.{name}.{EMA}"]], [expected])
+
+
+@pytest.mark.usefixtures("params_on_gpu")
+def test_new_states_on_the_host_leave_averages() -> None:
+    params = make_params([(3, 4), (7,)])
+    optimizer = FusedAdamW(params[:1], ema_decay=0.9, state_device="cpu")
+    train(optimizer, range(2))
+    optimizer.add_param_group({"params": params[1:]})
+    with unchanged(optimizer.state[params[0]]):
+        optimizer.init_state()
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if "," not in k])
