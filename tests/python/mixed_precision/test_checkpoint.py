@@ -120,16 +120,13 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     save_checkpoint(ours, tmp_path / "one")
 
 
-def save_and_be_killed(moment: str, path: Path) -> None:
-    """Saves the state after step 2, and is killed while it saves the state after step 3."""
+def save_and_be_killed(ours: Any, moment: str, path: Path) -> None:
+    """Is killed while it saves."""
 
     def killed(*_args: Any, **_kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)  # OpenMP's threads were not forked
-    params, ours = job(steps=2)
-    save_checkpoint(ours, path)
-    train(ours, params, [2])
     save, rename, saving = checkpoint.save, os.rename, path.with_name("one.saving")
 
     def save_without_metadata(*args: Any, checkpoint_id: Path, **kwargs: Any) -> None:
@@ -165,10 +162,13 @@ def save_and_be_killed(moment: str, path: Path) -> None:
 def test_kill_while_saving(moment: str, steps: int, then: str, tmp_path: Path) -> None:
     """The old checkpoint loads, or the new one if complete, and the next save works."""
     path = tmp_path / "one"
-    child = os.fork()
+    params, ours = job(steps=2)
+    save_checkpoint(ours, path)
+    train(ours, params, [2])
+    child = os.fork()  # it makes no backward, which torch may reject after a fork
     if child == 0:
         try:
-            save_and_be_killed(moment, path)
+            save_and_be_killed(ours, moment, path)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
