@@ -27,7 +27,6 @@ struct UpdateKernel : KernelOf<kUpdateThreads, kTraits<Kind{kKind}>.blocks> {
     if (args.steps[chunk.tensor].grad != nullptr) {
       update_chunk(cta, ChunkOf<Kind{kKind}>(args, chunk));
     }
-    average_chunk<Kind{kKind}>(cta, args, chunk);
   }
 };
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "cpu/float_mode.h"
+#include "cuda/average.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/device_table.h"
@@ -52,6 +53,8 @@ struct CudaTables {
   DeviceTable chunks;
   std::array<int64_t, kKinds + 1> first_chunk{};  // by kind
   DeviceTable first_of_tensor;                    // for tracking: the first chunk of each tensor
+  DeviceTable average_chunks;                     // of tensors with moving averages
+  int64_t average_count = 0;
 };
 
 CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
@@ -79,6 +82,19 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
     tables.first_chunk[kind + 1] = static_cast<int64_t>(chunks.size());
   }
   tables.chunks.upload(chunks, stream);
+}
+
+// Fills the table with the chunks of tensors that have moving averages.
+void fill_average_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
+  std::vector<Chunk> chunks;
+  const auto elements = [](const TensorWork& tensor) {
+    return tensor.memory[kEma] != nullptr ? update_chunk_elements(tensor) : 0;
+  };
+  add_plain_chunks(work.tensors, elements, chunks);
+  tables.average_count = static_cast<int64_t>(chunks.size());
+  if (!chunks.empty()) {
+    tables.average_chunks.upload(chunks, stream);
+  }
 }
 
 // Returns the number of blocks of which each does `each` of n.
@@ -208,6 +224,17 @@ std::vector<ParamGroups> group_ranges(const std::vector<GroupHyper>& groups, at:
   return ranges;
 }
 
+void launch_updates(const CudaTables& tables, UpdateArgs args, c10::cuda::CUDAStream stream) {
+  for (size_t kind = 0; kind < kKinds; ++kind) {
+    const int64_t count = tables.first_chunk[kind + 1] - tables.first_chunk[kind];
+    if (count > 0) {
+      launch_update(static_cast<Kind>(kind), args, count, stream);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      args.chunks += count;
+    }
+  }
+}
+
 void launch_tracked(const WorkList& work, CudaTables& tables, const UpdateArgs& args,
                     const Traces& traces, c10::cuda::CUDAStream stream) {
   keep_with_graph(std::make_shared<Traces>(traces), stream);
@@ -236,6 +263,7 @@ CudaTables& update_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
   }
   if (tables.chunks.empty() && !work.chunks.empty()) {
     fill_chunks(work, tables, stream);
+    fill_average_chunks(work, tables, stream);
   }
   if (work.options.track != 0 && tables.first_of_tensor.empty()) {
     tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
@@ -293,15 +321,12 @@ void update(const WorkList& work, const std::vector<GroupHyper>& groups, const a
   }
   if (work.options.track != 0) {
     launch_tracked(work, tables, args, traces, stream);
-    return;
+  } else {
+    launch_updates(tables, args, stream);
   }
-  for (size_t kind = 0; kind < kKinds; ++kind) {
-    const int64_t count = tables.first_chunk[kind + 1] - tables.first_chunk[kind];
-    if (count > 0) {
-      launch_update(static_cast<Kind>(kind), args, count, stream);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-      args.chunks += count;
-    }
+  if (tables.average_count > 0) {
+    args.chunks = tables.average_chunks.address<const Chunk>(stream);
+    launch_checked(AverageKernel{{}, args}, tables.average_count);
   }
 }
 

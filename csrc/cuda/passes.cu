@@ -1,4 +1,5 @@
 // The kernels of every pass except pass B (pass_b.cu, traced.cu).
+#include "cuda/average.h"
 #include "cuda/control.h"
 #include "cuda/copy.h"
 #include "cuda/digest.h"
@@ -14,6 +15,7 @@ template void launch(const TotalKernel&, int64_t, CUstream_st*);
 template void launch(const ControlUpdateKernel&, int64_t, CUstream_st*);
 template void launch(const LossScaleUpdateKernel&, int64_t, CUstream_st*);
 template void launch(const LrFactorKernel&, int64_t, CUstream_st*);
+template void launch(const AverageKernel&, int64_t, CUstream_st*);
 template void launch(const CopyKernel&, int64_t, CUstream_st*);
 template void launch(const DigestKernel&, int64_t, CUstream_st*);
 

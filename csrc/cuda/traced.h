@@ -194,11 +194,7 @@ struct TracedKernel : KernelOf<kUpdateThreads, kTraits<Kind{kNumber}>.traced_blo
   template <class Cta>
   TORCHOPT_HD void operator()(const Cta& cta, Shared& shared) const {
     const Chunk chunk = args.chunks[cta.block];
-    if (args.tensors[chunk.tensor].kind != kKind) {
-      return;
-    }
-    if (args.steps[chunk.tensor].grad == nullptr) {
-      average_chunk<kKind>(cta, args, chunk);
+    if (args.steps[chunk.tensor].grad == nullptr || args.tensors[chunk.tensor].kind != kKind) {
       return;
     }
     const ChunkOf<kKind> of_kind(args, chunk);
@@ -225,7 +221,6 @@ struct TracedKernel : KernelOf<kUpdateThreads, kTraits<Kind{kNumber}>.traced_blo
         traces.chunks[cta.block] = tracked(sum, args.options.track);
       }
     });
-    average_chunk<kKind>(cta, args, chunk);
   }
 };
 

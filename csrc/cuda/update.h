@@ -8,7 +8,6 @@
 #include "cuda/gradients.h"
 #include "cuda/launch.h"
 #include "cuda/vector_lane.h"
-#include "kernels/average.h"
 #include "kernels/control.h"
 #include "kernels/step.h"
 #include "work/work_list.h"
@@ -129,51 +128,6 @@ TORCHOPT_HD inline void update_chunk(const Cta& cta, const UpdateChunk<kKind>& c
         registers, kWidth, chunk.n, thread, cta.threads,
         [&](int i) { chunk.update(VectorLane<T, kWidth>{}, i); },
         [&](int i) { chunk.update(VectorLane<T, 1>{}, i); });
-  });
-}
-
-// Updates the moving average of a chunk's weights, if there is one. Every thread must have finished
-// the chunk's update, as after a phase.
-template <Kind kKind, class Cta>
-TORCHOPT_HD inline void average_chunk(const Cta& cta, const UpdateArgs& args, const Chunk& chunk) {
-  using T = ComputeType<kKind>;
-  constexpr int kWidth = 4;
-  const TensorWork& work = args.tensors[chunk.tensor];
-  if (work.memory[kEma] == nullptr || args.control->skip != 0.0) {
-    return;
-  }
-  const Layout layout = known_layout<kKind>(work.layout);
-  const AverageScalars<T> scalars(args.control->ema_weight);
-  const RoundingKey key = average_key(args.options, work);
-  void* x[kArrays] = {};
-  bool aligned = true;
-  const auto point = [&](Array array) {
-    if (work.memory[array] != nullptr) {
-      char* const first = element(work, array, chunk.begin);
-      const int64_t bytes = element(work, array, chunk.begin + kWidth) - first;
-      aligned = aligned && is_aligned(first, bytes < 16 ? bytes : 16);
-      x[array] = first;
-    }
-  };
-  point(kParam);
-  point(kMaster);
-  point(kEma);
-  const auto average = [&](const auto& lane, int i) {
-    using L = std::remove_cvref_t<decltype(lane)>;
-    const ElementsAt<L> at{lane, layout, x, i};
-    if (rounds_average(work)) {
-      const auto random = random_bits_by_element<L>(work, key, chunk.begin + i);
-      average_elements(at, work.ema, scalars, &random);
-    } else {
-      average_elements(at, work.ema, scalars, static_cast<const typename L::Random*>(nullptr));
-    }
-  };
-  const AlignedRange registers{0, aligned ? chunk.count / kWidth * kWidth : 0};
-  cta.each([&](int thread) {
-    for_each_register(
-        registers, kWidth, chunk.count, thread, cta.threads,
-        [&](int i) { average(VectorLane<T, kWidth>{}, i); },
-        [&](int i) { average(VectorLane<T, 1>{}, i); });
   });
 }
 

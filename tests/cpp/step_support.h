@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cpu/kernel_table.h"
+#include "cuda/average.h"
 #include "cuda/traced.h"
 #include "host_cta.h"
 #include "kernels/trace.h"
@@ -309,14 +310,17 @@ inline Report step_as_cuda(Tensor& tensor, const Group& group, const Control& co
     with_kind(tensor.work.kind, [&](auto constant) {
       run_on_host(UpdateKernel<static_cast<int>(constant())>{{}, args}, blocks, threads);
     });
-    return report;
+  } else {
+    for (int k = 0; k < kKinds; ++k) {  // as a step over tensors of all kinds does
+      with_kind(static_cast<Kind>(k), [&](auto constant) {
+        run_on_host(TracedKernel<static_cast<int>(constant())>{{}, args, traces}, blocks, threads);
+      });
+    }
+    run_on_host(SumTracesKernel{{}, args, traces}, 1);
   }
-  for (int k = 0; k < kKinds; ++k) {  // as a step over tensors of all kinds does
-    with_kind(static_cast<Kind>(k), [&](auto constant) {
-      run_on_host(TracedKernel<static_cast<int>(constant())>{{}, args, traces}, blocks, threads);
-    });
+  if (tensor.work.memory[kEma] != nullptr) {
+    run_on_host(AverageKernel{{}, args}, blocks, threads);
   }
-  run_on_host(SumTracesKernel{{}, args, traces}, 1);
   return report;
 }
 
