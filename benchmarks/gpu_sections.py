@@ -160,11 +160,11 @@ def passes(bench: Bench) -> Rows:
             10.25,
             f"{BF16}, random 8-bit moments",
         ),
-        (torch.float32, {"ema_decay": 0.999}, 36, "fp32, averages"),
+        (torch.float32, {"ema_decay": 0.999}, 40, "fp32, averages"),
         (
             torch.bfloat16,
             {"master_weights": "remainder", "ema_decay": 0.999},
-            34,
+            38,
             f"{BF16}, remainders, averages",
         ),
         (torch.float32, {"track": True}, 28, "fp32, tracked"),

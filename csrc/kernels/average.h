@@ -1,6 +1,6 @@
-// The moving average of a weight (EMA), for validation: average += weight * (value - average). Runs
-// on a chunk right after its update, while the caches hold the weights: 8 bytes of memory traffic
-// for an fp32 average, where a pass of its own moves 12. docs/numerics.md section 13.
+// The moving average of a weight (EMA), for validation: average += weight * (value - average). CPUs
+// average a chunk right after its update, while the caches hold the weights: 8 bytes of memory
+// traffic for an fp32 average, where a pass of its own moves 12. docs/numerics.md section 13.
 #pragma once
 
 #include "kernels/step.h"
