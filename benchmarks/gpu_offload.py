@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def offload(bench: Any) -> Iterator[Row]:
     for label, measure in measures.items():
         measure()
         times = [1e3 * measure() for _ in range(bench.samples)]
-        yield _row("link and host", label, "torch", moved[label], times)
+        yield bench.row_of("link and host", label, "torch", moved[label], times, times, times)
     count = sum(torch.Size(shape).numel() for shape in bench.sets[BILLION])
     for name, (states, dtype, options) in WAYS.items():
         for place, where in PLACES.items():
@@ -76,18 +75,3 @@ def _hidden(bench: Any) -> Iterator[Row]:
             timed = forward if place == "no step" else call
             name = f"{layers} layers of {width}, {tokens:,} tokens"
             yield bench.row(name, "step, then forward", place, None, timed)
-
-
-def _row(name: str, operation: str, implementation: str, moved: float, times: list[float]) -> Row:
-    ms = median(times)
-    return {
-        "set": name,
-        "operation": operation,
-        "implementation": implementation,
-        "milliseconds": ms,
-        "samples": times,
-        "wall_milliseconds": ms,
-        "host_microseconds": 1e3 * ms,
-        "bytes": moved,
-        "gigabytes_per_second": moved / ms / 1e6,
-    }

@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -102,8 +102,21 @@ class Bench:
     ) -> Row:
         """Times a case. ``moved`` is the bytes that one call reads and writes."""
         times = samples_of(self.clock, call, self.samples)
-        ms = median(times)
         host, wall = zip(*samples_of(host_and_wall_milliseconds, call, self.samples), strict=True)
+        return self.row_of(name, operation, implementation, moved, times, wall, host)
+
+    @staticmethod
+    def row_of(
+        name: str,
+        operation: str,
+        implementation: str,
+        moved: float | None,
+        times: Sequence[float],
+        wall: Sequence[float],
+        host: Sequence[float],
+    ) -> Row:
+        """Returns a row of measured milliseconds: the device's, from idle to idle, the host's."""
+        ms = median(times)
         return {
             "set": name,
             "operation": operation,

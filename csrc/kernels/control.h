@@ -45,7 +45,7 @@ struct Control {
   // The number of matrices that the last step orthogonalized.
   double orthogonalized;
   // Moving average of the weights (average.h): its settings, then the last decision.
-  double ema_decay;   // of one step; less than 0: no average is kept
+  double ema_decay;   // of one step; unused if no tensor has an average
   double ema_warmup;  // 1: the first steps decay less
   double ema_weight;  // the weight of the new values: 1 - the decay
 };

@@ -51,6 +51,16 @@ def set_gradients(*param_lists: Iterable[Tensor], seed: int = 0, scale: float = 
             p.grad = random_tensor(p.shape, dtype, generator, scale)
 
 
+def clip_skip_or_leave_out(params: list[nn.Parameter], optimizer: Any, seed: int) -> None:
+    """Makes a clipped step; for seed 2 one that is skipped, for 3 one with fewer gradients."""
+    set_gradients(params, seed=seed)
+    if seed == 2:
+        params[0].grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
+    if seed == 3:
+        params[1].grad = None
+    optimizer.step()
+
+
 def train(
     optimizer: Any, seeds: Iterable[int], params: Iterable[Tensor] | None = None, scale: float = 1.0
 ) -> None:

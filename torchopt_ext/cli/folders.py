@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torchopt_ext.cli.model_files import only_file
 from torchopt_ext.cli.terminal import CommandError
 
 METADATA = ".metadata"
@@ -45,17 +46,13 @@ def weights_in(folder: Path) -> Path:
     """Returns what holds the model's weights in a folder; the folder itself if it is DCP's."""
     if (folder / METADATA).exists():
         return folder
-    for pattern in _WEIGHTS:
-        found = [file for file in sorted(folder.glob(pattern)) if not _is_optimizer(file)]
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found[:4])
-            raise CommandError(f"{folder} has {len(found)} files of weights: name one of {names}")
-        if found:
-            return found[0]
-    raise CommandError(
-        f"{folder} has no checkpoint: it lacks {METADATA}, optimizer.pt, optimizer.bin and "
-        f"*.safetensors"
-    )
+    found = only_file(folder, _WEIGHTS, "files of weights", lambda file: not _is_optimizer(file))
+    if found is None:
+        raise CommandError(
+            f"{folder} has no checkpoint: it lacks {METADATA}, optimizer.pt, optimizer.bin and "
+            f"*.safetensors"
+        )
+    return found
 
 
 def _is_optimizer(file: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,29 @@ def from_path(path: Path) -> tuple[nn.Module | None, list[Entry]]:
 
 def _inside(folder: Path) -> Path:
     """Returns the file of a folder that describes its model."""
-    for pattern in ("*.safetensors.index.json", "*.safetensors", CONFIG):
-        if len(found := sorted(folder.glob(pattern))) > 1:
+    patterns = ("*.safetensors.index.json", "*.safetensors", CONFIG)
+    if (found := only_file(folder, patterns, "models")) is None:
+        raise CommandError(
+            f"{folder} has no model: expected *.safetensors, *.safetensors.index.json or {CONFIG}"
+        )
+    return found
+
+
+def only_file(
+    folder: Path,
+    patterns: Iterable[str],
+    what: str,
+    counts: Callable[[Path], bool] = lambda file: True,
+) -> Path | None:
+    """Returns the file of the first pattern that any file matches; raises if several do."""
+    for pattern in patterns:
+        found = [file for file in sorted(folder.glob(pattern)) if counts(file)]
+        if len(found) > 1:
             names = ", ".join(file.name for file in found[:4])
-            raise CommandError(f"{folder} has {len(found)} models: name one of {names}")
+            raise CommandError(f"{folder} has {len(found)} {what}: name one of {names}")
         if found:
             return found[0]
-    raise CommandError(
-        f"{folder} has no model: expected *.safetensors, *.safetensors.index.json or {CONFIG}"
-    )
+    return None
 
 
 def _read_json(path: Path) -> Any:

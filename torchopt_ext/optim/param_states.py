@@ -351,7 +351,7 @@ def build_plan(
         packed_steps(states)
     parts = norm_parts(optimizer)
     first = optimizer.first_parameter_number
-    counted = options.stochastic_rounding or storage.ema_dtype == torch.bfloat16
+    counted = optimizer._draws_bits
     groups = groups_of_shared(optimizer)
     shared = shared_params(optimizer, groups, lambda param: parts.get(part_of(param)))
     planned = {position for position, *_ in stepped}

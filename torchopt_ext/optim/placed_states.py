@@ -1,6 +1,6 @@
 """Where optimizers' states lie: beside the parameters, or in memory of the host."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -66,10 +66,6 @@ class PlacedStates(PlannedStep):
     def _needs_on_host(self) -> list[Need]:
         """Returns the entries that lie on the host, or will once there are states."""
         return [need for need in _needs(self) if self._storage.on_host(need.param)]
-
-    def _module_numbers(self) -> Mapping[int, int]:
-        """Returns the modules of parameters that steps update during the next forward, by id."""
-        return {}
 
     def _entries(self) -> list[tuple[Any, dict[str, Any]]]:
         return [

@@ -111,7 +111,7 @@ class PlannedStep(Controlled, Optimizer):
         """Raises TypeError or ValueError unless steps can update the parameter."""
         if problem := param_problem(param) or self._storage.problem(param):
             raise TypeError(f"parameter {name!r} of {type(self).__name__} {problem}")
-        if self._options.stochastic_rounding or self._storage.ema_dtype == torch.bfloat16:
+        if self._draws_bits:
             place_of(0, param, name)
 
     def _mark_weights(self, params: Iterable[Tensor]) -> None:
@@ -167,6 +167,11 @@ class PlannedStep(Controlled, Optimizer):
         super()._set_control(**fields)
         if kept != (self.has_schedule, self.has_loss_scale):
             self._mark_control()
+
+    @property
+    def _draws_bits(self) -> bool:
+        """Whether a step may round at random, for which shards must know their places."""
+        return self._options.stochastic_rounding or self._storage.ema_dtype == torch.bfloat16
 
     def _parts_apart(self) -> Mapping[int, Apart]:
         """Returns the parameters that are in a part of their own, by ids."""

@@ -56,8 +56,7 @@ def exchanged(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
             )
     pairs = [(local_tensor(param), local_tensor(average)) for param, average in held]
     swapped = [(p, e) for p, e in pairs if (p.dtype, p.device) == (e.dtype, e.device)]
-    ids = {id(param) for param, _ in swapped}
-    copied = [(p, e) for p, e in pairs if id(p) not in ids]
+    copied = [(p, e) for p, e in pairs if (p.dtype, p.device) != (e.dtype, e.device)]
     kept = [param.detach().clone() for param, _ in copied]
     done: list[tuple[Tensor, Tensor]] = []  # not all, if memory ends before
     try:

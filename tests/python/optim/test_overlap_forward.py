@@ -27,7 +27,7 @@ from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import assert_same, assert_same_bits, bits, contents, snapshot
 from ...support.late_stream import LateStreams
-from ...support.problems import make_params, set_gradients, train
+from ...support.problems import clip_skip_or_leave_out, make_params, set_gradients, train
 from ...support.ways import BF16, WAYS, each_kind_and_way
 
 SHAPES = ((3, 4), (7,), (130, 65), (2, 1031), (0, 2), (), (1, 33_003))
@@ -82,13 +82,7 @@ def built(
 
 
 def step(params: list[nn.Parameter], optimizer: Any, _: Any = None, *, seed: int) -> None:
-    """Makes a step that is clipped, a step that is skipped, or one with fewer gradients."""
-    set_gradients(params, seed=seed)
-    if seed == 2:
-        params[0].grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
-    if seed == 3:
-        params[1].grad = None
-    optimizer.step()
+    clip_skip_or_leave_out(params, optimizer, seed)
 
 
 @pytest.mark.parametrize(

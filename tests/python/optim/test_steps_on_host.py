@@ -23,7 +23,13 @@ from torchopt_ext.optim.host_step import HostStep
 
 from ...support.compare import bits, snapshot
 from ...support.late_stream import LateStreams
-from ...support.problems import make_params, set_gradients, through_file, train
+from ...support.problems import (
+    clip_skip_or_leave_out,
+    make_params,
+    set_gradients,
+    through_file,
+    train,
+)
 from ...support.ways import WAYS, each_kind_and_way
 
 SHAPES = ((3, 4), (7,), (130, 65), (2, 1031), (0, 2), (), (1, 33_003))
@@ -64,13 +70,7 @@ def built(late: LateStreams, way: str, kind: str = "AdamW", **options: Any) -> A
 
 
 def step(params: list[nn.Parameter], optimizer: Any, *, seed: int) -> None:
-    """Makes a step that is clipped, a step that is skipped, or one with fewer gradients."""
-    set_gradients(params, seed=seed)
-    if seed == 2:
-        params[0].grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
-    if seed == 3:
-        params[1].grad = None
-    optimizer.step()
+    clip_skip_or_leave_out(params, optimizer, seed)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
