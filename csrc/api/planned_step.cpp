@@ -57,7 +57,8 @@ at::Tensor like_new_moment(const at::Tensor& tensor, const char* role, const at:
   TORCH_CHECK(tensor.sizes() == param.sizes(), role, " of ", param_what, " has shape ",
               tensor.sizes(), ", expected ", param.sizes(), " as the parameter");
   TORCH_CHECK(tensor.scalar_type() == param.scalar_type(), role, " of ", param_what, " has dtype ",
-              tensor.scalar_type(), ", expected ", param.scalar_type(), " as the parameter");
+              dtype_name(tensor.scalar_type()), ", expected ", dtype_name(param.scalar_type()),
+              " as the parameter");
   const at::Tensor like = at::empty_like(param, at::MemoryFormat::Preserve);
   return tensor.device() == like.device() && same_layout(tensor, like) ? tensor
                                                                        : like.copy_(tensor);

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -281,6 +282,19 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
   return factors;
 }
 
+// Copies at once.
+struct NoStreams final : StagingStreams {
+  void copy(StagingStream, void* to, const void* from, size_t bytes) override {
+    std::memcpy(to, from, bytes);
+  }
+  void record(size_t, StagingStream) override {}
+  void wait(StagingStream, size_t) override {}
+};
+
+std::unique_ptr<StagingStreams> staging_streams(at::Device) {
+  return std::make_unique<NoStreams>();
+}
+
 void leave_pages(void*, size_t, at::Device) {}
 bool may_free_pages(void*, size_t, at::Device) { return true; }
 
@@ -288,8 +302,9 @@ bool may_free_pages(void*, size_t, at::Device) { return true; }
 
 const Passes& passes() {
   static constexpr Passes all{
-      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update, prepare, update,
-      scaled_copy,    digest, lr_factors,        leave_pages,    may_free_pages};
+      sum_of_squares,  clear,       accumulator_total, control_update, loss_scale_update,
+      prepare,         update,      scaled_copy,       digest,         lr_factors,
+      staging_streams, leave_pages, may_free_pages};
   return all;
 }
 

@@ -21,6 +21,7 @@
 #include "cuda/digest.h"
 #include "cuda/host_memory.h"
 #include "cuda/norm.h"
+#include "cuda/staging.h"
 #include "cuda/traced.h"
 #include "work/host_memory.h"
 
@@ -78,7 +79,7 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
     const auto elements = [=](const TensorWork& tensor) {
       return static_cast<size_t>(tensor.kind) == kind ? update_chunk_elements(tensor) : 0;
     };
-    add_plain_chunks(work.tensors, elements, chunks);
+    add_plain_chunks(work.tensors, elements, chunks, work.ranges);
     tables.first_chunk[kind + 1] = static_cast<int64_t>(chunks.size());
   }
   tables.chunks.upload(chunks, stream);
@@ -90,7 +91,7 @@ void fill_average_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CU
   const auto elements = [](const TensorWork& tensor) {
     return tensor.memory[kEma] != nullptr ? update_chunk_elements(tensor) : 0;
   };
-  add_plain_chunks(work.tensors, elements, chunks);
+  add_plain_chunks(work.tensors, elements, chunks, work.ranges);
   tables.average_count = static_cast<int64_t>(chunks.size());
   if (!chunks.empty()) {
     tables.average_chunks.upload(chunks, stream);
@@ -384,8 +385,9 @@ at::Tensor lr_factors(const Schedule& schedule, const at::Tensor& steps) {
 
 const Passes& passes() {
   static constexpr Passes all{
-      sum_of_squares, clear,  accumulator_total, control_update, loss_scale_update, prepare, update,
-      scaled_copy,    digest, lr_factors,        lock_pages,     unlock_pages};
+      sum_of_squares,  clear,      accumulator_total, control_update, loss_scale_update,
+      prepare,         update,     scaled_copy,       digest,         lr_factors,
+      staging_streams, lock_pages, unlock_pages};
   return all;
 }
 

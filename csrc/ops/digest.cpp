@@ -21,7 +21,7 @@ DType type_of_size(size_t bytes, const at::Tensor& tensor, const Label& what) {
       return type;
     }
   }
-  TORCH_CHECK(false, what, " has dtype ", tensor.scalar_type(),
+  TORCH_CHECK(false, what, " has dtype ", dtype_name(tensor.scalar_type()),
               ", expected elements of 1, 2, 4 or 8 bytes");
 }
 
@@ -31,7 +31,7 @@ void digest_(at::TensorList tensors, at::IntArrayRef arrays, const at::Tensor& d
               " tensors, expected ", kNumbers, " for each");
   TORCH_CHECK(digests.scalar_type() == at::kLong && digests.dim() == 1 && digests.is_contiguous() &&
                   static_cast<size_t>(digests.numel()) == n,
-              "digests is ", digests.scalar_type(), " of shape ", digests.sizes(),
+              "digests is ", dtype_name(digests.scalar_type()), " of shape ", digests.sizes(),
               ", expected a contiguous int64 tensor of ", n, " elements");
   WorkList work;
   std::vector<at::Tensor> kept;

@@ -49,7 +49,7 @@ namespace {
 
 at::Tensor lr_factor(const at::Tensor& step, const LRSchedule& schedule) {
   const Schedule all = checked(schedule);
-  TORCH_CHECK(step.scalar_type() == at::kLong, "step has dtype ", step.scalar_type(),
+  TORCH_CHECK(step.scalar_type() == at::kLong, "step has dtype ", dtype_name(step.scalar_type()),
               ", expected int64");
   return passes_on(step.device()).lr_factors(all, step.contiguous());
 }

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "ops/operator.h"
+#include "work/passes.h"
 
 namespace torchopt_ext {
 namespace {
@@ -13,7 +14,8 @@ namespace {
 void check(const at::Tensor& matrices, double eps) {
   TORCH_CHECK(matrices.layout() == at::kStrided, "matrices has layout ", matrices.layout(),
               ", expected a dense tensor");
-  TORCH_CHECK(matrices.is_floating_point(), "matrices has dtype ", matrices.scalar_type(),
+  TORCH_CHECK(matrices.is_floating_point(), "matrices has dtype ",
+              dtype_name(matrices.scalar_type()),
               ", expected float32, bfloat16, float16 or float64");
   TORCH_CHECK(matrices.dim() >= 2, "matrices has shape ", matrices.sym_sizes(),
               ", expected two dimensions or more");

@@ -22,8 +22,9 @@ void check_pair(const at::Tensor& to, const at::Tensor& from, size_t i, at::Devi
   TORCH_CHECK(to.device() == device, to_what, " is on ", to.device(), ", expected ", device,
               " as the control block");
   check_like(from, from_what, to, to_what);
-  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), from_what, " has dtype ", from.scalar_type(),
-              " and ", to_what, " ", to.scalar_type(), "; float64 goes with float64 only");
+  TORCH_CHECK(can_copy(dtype_of(to), dtype_of(from)), from_what, " has dtype ",
+              dtype_name(from.scalar_type()), " and ", to_what, " ", dtype_name(to.scalar_type()),
+              "; float64 goes with float64 only");
 }
 
 // Raises if a written tensor shares memory with another tensor, except to[i] with from[i] itself.

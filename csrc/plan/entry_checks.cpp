@@ -35,11 +35,12 @@ void check_master(const at::Tensor& master, const Label& what, const at::Tensor&
                   const Label& param_what) {
   const at::ScalarType dtype = master.scalar_type();
   if (dtype == at::kShort || dtype == at::kChar) {
-    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (", dtype, "), but ",
-                param_what, " has dtype ", param.scalar_type(), ", expected bfloat16");
+    TORCH_CHECK(param.scalar_type() == at::kBFloat16, what, " is a remainder (", dtype_name(dtype),
+                "), but ", param_what, " has dtype ", dtype_name(param.scalar_type()),
+                ", expected bfloat16");
   } else {
-    TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ", dtype,
-                " and ", param_what, " ", param.scalar_type(),
+    TORCH_CHECK(dtype == at::kFloat && is_16_bit(param.scalar_type()), what, " has dtype ",
+                dtype_name(dtype), " and ", param_what, " ", dtype_name(param.scalar_type()),
                 "; expected float32 for bfloat16 or float16");
   }
   check_memory(master, what);
@@ -52,7 +53,8 @@ void check_average(const at::Tensor& average, const Label& what, const at::Tenso
   const bool narrows = param.scalar_type() == at::kFloat || is_16_bit(param.scalar_type());
   const bool fits =
       narrows ? dtype == at::kFloat || dtype == at::kBFloat16 : dtype == param.scalar_type();
-  TORCH_CHECK(fits, what, " has dtype ", dtype, ", ", param_what, " ", param.scalar_type(),
+  TORCH_CHECK(fits, what, " has dtype ", dtype_name(dtype), ", ", param_what, " ",
+              dtype_name(param.scalar_type()),
               "; expected float32 or bfloat16, or the parameter's dtype for wider ones");
   check_memory(average, what);
   check_state_matches(average, what, param, param_what);
@@ -64,7 +66,7 @@ int64_t checked_row(const at::Tensor& dense, const Label& what) {
   const at::ScalarType dtype = dense.scalar_type();
   TORCH_CHECK(
       dense.dim() >= 2 && dense.is_contiguous() && (dtype == at::kFloat || is_16_bit(dtype)), what,
-      " is ", dtype, " with shape ", dense.sizes(), " and strides ", dense.strides(),
+      " is ", dtype_name(dtype), " with shape ", dense.sizes(), " and strides ", dense.strides(),
       "; 8-bit moments need a contiguous one of float32, bfloat16 or float16 and at least "
       "two dimensions");
   const int64_t row = c10::multiply_integers(dense.sizes().slice(1));
@@ -166,8 +168,8 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
       check_memory(state, state_what);
       TORCH_CHECK(
           state.scalar_type() == at::kFloat && state.is_contiguous() && state.device() == device_,
-          state_what, " is ", state.scalar_type(), state.sizes(), " on ", state.device(),
-          ", expected contiguous float32 on ", device_);
+          state_what, " is ", dtype_name(state.scalar_type()), state.sizes(), " on ",
+          state.device(), ", expected contiguous float32 on ", device_);
       continue;
     }
     if (!is_quantized) {
@@ -175,17 +177,20 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
       check_state_matches(state, state_what, dense, param_what);
       TORCH_CHECK((dtype_of(state) == DType::kFloat64) == (dtype_of(dense) == DType::kFloat64) &&
                       state.is_complex() == dense.is_complex(),
-                  state_what, " has dtype ", state.scalar_type(), ", its parameter has ",
-                  dense.scalar_type(), "; float64 goes with float64 only, complex with complex");
+                  state_what, " has dtype ", dtype_name(state.scalar_type()),
+                  ", its parameter has ", dtype_name(dense.scalar_type()),
+                  "; float64 goes with float64 only, complex with complex");
       TORCH_CHECK(state.scalar_type() == tensors[kState].scalar_type(), state_what, " has dtype ",
-                  state.scalar_type(), ", expected ", tensors[kState].scalar_type(), " as ",
-                  states[0].name, " of the same parameter");
+                  dtype_name(state.scalar_type()), ", expected ",
+                  dtype_name(tensors[kState].scalar_type()), " as ", states[0].name,
+                  " of the same parameter");
       continue;
     }
     TORCH_CHECK(states[k].is_moment, state_what, " does not go with 8-bit moments");
     const at::ScalarType expected = states[k].as_root ? at::kByte : at::kChar;
     TORCH_CHECK(state.defined() && state.scalar_type() == expected, state_what, " has dtype ",
-                state.scalar_type(), ", expected ", expected, " beside scales of 8-bit moments");
+                dtype_name(state.scalar_type()), ", expected ", dtype_name(expected),
+                " beside scales of 8-bit moments");
     check_memory(state, state_what);
     check_state_matches(state, state_what, dense, param_what);
     const at::Tensor& scale = tensors[kScale + k];
@@ -194,8 +199,9 @@ void StepPlan::check_states(size_t i, const Tensors& tensors, const at::Tensor& 
     check_memory(scale, scale_what);
     TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sizes() == scale_shape &&
                     scale.is_contiguous() && scale.device() == device_,
-                scale_what, " is ", scale.scalar_type(), scale.sizes(), " on ", scale.device(),
-                ", expected contiguous float32", at::IntArrayRef(scale_shape), " on ", device_);
+                scale_what, " is ", dtype_name(scale.scalar_type()), scale.sizes(), " on ",
+                scale.device(), ", expected contiguous float32", at::IntArrayRef(scale_shape),
+                " on ", device_);
   }
 }
 

@@ -46,8 +46,8 @@ DType dtype_named(at::ScalarType dtype) {
 
 OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
                                    const std::vector<const Orthogonalization*>& how,
-                                   at::Device device)
-    : device_(device), options_(work.options) {
+                                   at::Device device, std::shared_ptr<StagingRing> ring)
+    : device_(device), options_(work.options), staged_(std::move(ring)) {
   std::vector<size_t> matrices;
   for (size_t t = 0; t < work.tensors.size(); ++t) {
     if (how[t] != nullptr) {
@@ -84,8 +84,8 @@ OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
       new_bucket(*how[t], dtype).slot = static_cast<int64_t>(exchange) % ExchangeStages::kInFlight;
     }
     Bucket& bucket = buckets_[first_exchange_ + number];
-    TORCH_CHECK(bucket.dtype == dtype, "exchange ", number, " has directions of ", bucket.dtype,
-                " and ", dtype);
+    TORCH_CHECK(bucket.dtype == dtype, "exchange ", number, " has directions of ",
+                dtype_name(bucket.dtype), " and ", dtype_name(dtype));
     add(bucket, work.tensors[t], t, *how[t]);
   }
   for (Bucket& bucket : buckets_) {
@@ -222,7 +222,7 @@ void OrthogonalUpdate::place(Bucket& bucket, const at::Tensor& buffer) const {
 
 void OrthogonalUpdate::prepare() {
   const Passes& passes = passes_on(device_);
-  passes.prepare(by_element_.work, device_);
+  staged_.prepare(by_element_.work, device_);
   int64_t floats = 0;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
@@ -281,7 +281,7 @@ void OrthogonalUpdate::update(const WorkList& work, const std::vector<GroupHyper
     }
   };
   take_gradients(by_element_);
-  passes.update(by_element_.work, groups, control, by_element_.traces);
+  staged_.update(by_element_.work, groups, control, by_element_.traces);
   std::vector<GroupHyper> applied;
   for (const auto& [group, lr_scale] : applied_groups_) {
     applied.push_back(groups[static_cast<size_t>(group)]);

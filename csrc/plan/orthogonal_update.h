@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "plan/matrices.h"
+#include "plan/staged_update.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
@@ -46,9 +47,10 @@ using Exchange = std::function<int64_t(const ExchangeStages&)>;
 
 class OrthogonalUpdate {
  public:
-  // `how` has an entry for each tensor of the list, null for those that are updated by element.
+  // `how` has an entry for each tensor of the list, null for those that are updated by element,
+  // whose states on the host are staged if there is a ring.
   OrthogonalUpdate(const WorkList& work, const std::vector<const Orthogonalization*>& how,
-                   at::Device device);
+                   at::Device device, std::shared_ptr<StagingRing> ring = nullptr);
 
   // As Passes::prepare and Passes::update. `work`: the constructor's list, with this step's
   // gradients.
@@ -100,6 +102,7 @@ class OrthogonalUpdate {
   at::Device device_;
   StepOptions options_;
   Pass by_element_;
+  StagedUpdate staged_;          // of by_element_
   std::vector<Bucket> buckets_;  // from first_exchange_ on those of exchanges 0, 1, ...
   size_t first_exchange_ = 0;
   // The groups of `apply`: a group of the plan with the factor of the learning rate.

@@ -76,7 +76,8 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
                     (is_16_bit(dtype) && expected == at::kFloat);
   if (gradient.layout() != at::kStrided || !fits || gradient.is_meta()) {
     check_supported(gradient, what(kGrad, i), /*complex=*/true);
-    TORCH_CHECK(false, what(kGrad, i), " has dtype ", dtype, ", expected ", expected);
+    TORCH_CHECK(false, what(kGrad, i), " has dtype ", dtype_name(dtype), ", expected ",
+                dtype_name(expected));
   }
   check_like(gradient, what(kGrad, i), param, what(is_copied(i) ? kMaster : kParam, i));
   check_step_count(i);
@@ -98,6 +99,7 @@ void StepPlan::set_gradient(size_t i, const at::Tensor& gradient) {
     set_kind(i);
     work_.device_tables.reset();
     orthogonal_.reset();
+    staged_.reset();
   }
   // An empty gradient may have no memory, but its parameter is stepped: its step count advances.
   static constexpr char kEmptyGradient = 0;
@@ -204,7 +206,7 @@ void StepPlan::update(const std::vector<GroupHyper>& groups, const at::Tensor& c
     }
   }
   if (orthogonalized_.empty()) {
-    passes_on(device_).update(work_, groups, control, traces_);
+    staged_.update(work_, groups, control, traces_);
   } else {
     if (orthogonal_ == nullptr || !orthogonal_->is_prepared()) {
       prepare();  // an operator's plan

@@ -34,10 +34,12 @@ Traces new_traces(const WorkList& work, at::Device device) {
 }
 
 StepPlan::StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options,
-                   at::TensorList read)
+                   at::TensorList read, std::shared_ptr<StagingRing> ring)
     : records_(entries.size()),
       borrowed_(entries.size()),
       gradients_(entries.size()),
+      ring_(std::move(ring)),
+      staged_(ring_),
       device_(device) {
   work_.options = options;
   work_.tensors.resize(entries.size());
@@ -122,6 +124,7 @@ void StepPlan::split_into_chunks() {
   checked_gradients_.clear();
   work_.split_into_chunks();
   orthogonal_.reset();
+  staged_.reset();
   if (work_.options.track != 0) {
     traces_ = new_traces(work_, device_);
   }
@@ -180,7 +183,7 @@ void StepPlan::renew(const std::vector<size_t>& changed) {
 
 void StepPlan::prepare() {
   if (orthogonalized_.empty()) {
-    passes_on(device_).prepare(work_, device_);
+    staged_.prepare(work_, device_);
     return;
   }
   if (orthogonal_ == nullptr) {
@@ -188,7 +191,7 @@ void StepPlan::prepare() {
     for (const auto& [i, orthogonalization] : orthogonalized_) {
       how[i] = &orthogonalization;
     }
-    orthogonal_ = std::make_unique<OrthogonalUpdate>(work_, how, device_);
+    orthogonal_ = std::make_unique<OrthogonalUpdate>(work_, how, device_, ring_);
   }
   orthogonal_->prepare();
 }

@@ -16,6 +16,7 @@
 #include "kernels/algorithms.h"
 #include "plan/for_each_entry.h"
 #include "plan/orthogonal_update.h"
+#include "plan/staged_update.h"
 #include "plan/tensor_checks.h"
 #include "plan/tensor_fields.h"
 #include "work/passes.h"
@@ -57,9 +58,10 @@ class StepPlan {
 
   // Checks shapes, dtypes, devices, strides and overlap. A parameter that is not dense is stepped
   // through a dense copy; the operators reject such a parameter beforehand. `read`: gradients,
-  // which must not share memory with the entries' tensors.
+  // which must not share memory with the entries' tensors. `ring`: with one, states on the host are
+  // staged.
   StepPlan(const std::vector<Entry>& entries, at::Device device, const StepOptions& options = {},
-           at::TensorList read = {});
+           at::TensorList read = {}, std::shared_ptr<StagingRing> ring = nullptr);
 
   // What an entry still needs after collect().
   enum class Pending : uint8_t { kNothing, kGradient, kTensorsChanged };
@@ -193,6 +195,8 @@ class StepPlan {
   std::vector<Name> names_;
   std::unordered_map<size_t, Orthogonalization> orthogonalized_;  // by entry
   std::unique_ptr<OrthogonalUpdate> orthogonal_;  // of the work list as it is, if it was prepared
+  std::shared_ptr<StagingRing> ring_;
+  StagedUpdate staged_;
   Traces traces_;
   at::Device device_;
   int64_t gradients_copied_ = 0;

@@ -25,11 +25,12 @@ std::ostream& operator<<(std::ostream& out, const Label& label) {
 void check_supported(const at::Tensor& tensor, const Label& what, bool complex) {
   TORCH_CHECK(tensor.defined(), what, " is not defined");
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(complex || !tensor.is_complex(), what, " has dtype ", dtype,
+  TORCH_CHECK(complex || !tensor.is_complex(), what, " has dtype ", dtype_name(dtype),
               "; complex tensors are not supported: pass torch.view_as_real() of it");
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
                   dtype == at::kHalf || dtype == at::kComplexFloat || dtype == at::kComplexDouble,
-              what, " has dtype ", dtype, ", expected float32, float64, bfloat16 or float16",
+              what, " has dtype ", dtype_name(dtype),
+              ", expected float32, float64, bfloat16 or float16",
               complex ? ", complex64 or complex128" : "");
   check_memory(tensor, what);
 }
@@ -101,8 +102,8 @@ void check_block(const at::Tensor& tensor, const Label& what, at::ScalarType dty
               ", expected ", *device);
   check_memory(tensor, what);
   TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(),
-              what, " is ", tensor.scalar_type(), tensor.sizes(), ", expected contiguous ", dtype,
-              "[", numel, "]");
+              what, " is ", dtype_name(tensor.scalar_type()), tensor.sizes(),
+              ", expected contiguous ", dtype_name(dtype), "[", numel, "]");
 }
 
 // Returns stride and size of each dimension with more than one element, smallest stride first.
@@ -262,7 +263,7 @@ void check_hyper(Algorithm algorithm, const Hyper& hyper) {
 void check_lr(const at::Tensor& lr, at::Device device) {
   TORCH_CHECK(lr.numel() == 1, "lr has ", lr.numel(), " elements, expected 1");
   TORCH_CHECK(lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble, "lr has dtype ",
-              lr.scalar_type(), ", expected float32 or float64");
+              dtype_name(lr.scalar_type()), ", expected float32 or float64");
   TORCH_CHECK(lr.is_cpu() || lr.device() == device, "lr is on ", lr.device(),
               ", expected the CPU or ", device);
   TORCH_CHECK(lr.layout() == at::kStrided && address(*lr.unsafeGetTensorImpl()) != nullptr,

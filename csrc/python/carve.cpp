@@ -25,7 +25,7 @@ void check_like(const at::Tensor& tensor, size_t i) {
       !tensor.key_set().has(c10::DispatchKey::Python), Label{"like", i},
       " is of a subclass that has sizes or memory of its own; pass the tensor that it wraps");
   TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), Label{"like", i}, " is ",
-              tensor.scalar_type(), " of layout ", tensor.layout(),
+              dtype_name(tensor.scalar_type()), " of layout ", tensor.layout(),
               ", expected a dense (strided) tensor");
   check_dense(tensor, Label{"like", i});
 }
@@ -80,7 +80,7 @@ py::list carve(const py::list& given, std::optional<at::ScalarType> dtype,
   // Other threads may change the caller's list.
   const auto like = py::reinterpret_steal<py::list>(
       PyList_GetSlice(given.ptr(), 0, static_cast<Py_ssize_t>(given.size())));
-  TORCH_CHECK_TYPE(!dtype || !c10::isQIntType(*dtype), "dtype is ", *dtype,
+  TORCH_CHECK_TYPE(!dtype || !c10::isQIntType(*dtype), "dtype is ", dtype_name(*dtype),
                    ", expected one that is not quantized");
   device = stepped_on ? at::kCPU : device;
   const bool as_like = !device;

@@ -130,8 +130,8 @@ void normalize_rows_(const at::Tensor& buffer, const std::vector<MatrixFields>& 
   }
   TORCH_CHECK(averages.scalar_type() == at::kFloat && averages.is_contiguous() &&
                   averages.numel() == rows && averages.device() == buffer.device(),
-              "averages are ", averages.scalar_type(), averages.sizes(), " on ", averages.device(),
-              ", expected contiguous float32 [", rows, "] on ", buffer.device());
+              "averages are ", dtype_name(averages.scalar_type()), averages.sizes(), " on ",
+              averages.device(), ", expected contiguous float32 [", rows, "] on ", buffer.device());
   normalize_rows(buffer, matrices, {averages.data_ptr<float>(), beta2});
 }
 
@@ -147,7 +147,7 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
                                          const py::list& idle, const py::object& local_gradients,
                                          const py::object& exchange, bool stochastic_rounding,
                                          uint64_t rounding_seed, bool write_back_gradients,
-                                         uint32_t track) {
+                                         uint32_t track, int64_t staging_bytes) {
   const StepOptions options{.stochastic_rounding = stochastic_rounding,
                             .write_back_gradients = write_back_gradients,
                             .track = track,
@@ -158,7 +158,7 @@ std::unique_ptr<OptimizerPlan> make_plan(const py::list& param_groups, const py:
     algorithms.emplace_back(algorithm_named(name), coefficients, eps, dtype, instead);
   }
   return std::make_unique<OptimizerPlan>(param_groups, state, params, algorithms, part_devices,
-                                         idle, local_gradients, exchange, options);
+                                         idle, local_gradients, exchange, options, staging_bytes);
 }
 
 }  // namespace
@@ -219,7 +219,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init(&make_plan), py::arg("param_groups"), py::arg("state"), py::arg("params"),
            py::arg("algorithms"), py::arg("part_devices"), py::arg("idle"),
            py::arg("local_gradients"), py::arg("exchange"), py::arg("stochastic_rounding"),
-           py::arg("rounding_seed"), py::arg("write_back_gradients"), py::arg("track"))
+           py::arg("rounding_seed"), py::arg("write_back_gradients"), py::arg("track"),
+           py::arg("staging_bytes") = 0)
       .def("release", &OptimizerPlan::release)
       .def(
           "collect",

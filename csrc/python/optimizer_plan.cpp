@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -110,7 +111,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
                              const std::vector<GroupAlgorithm>& algorithms,
                              const std::vector<at::Device>& part_devices, const py::list& idle,
                              py::object local_gradients, py::object exchange,
-                             const StepOptions& options)
+                             const StepOptions& options, int64_t staging_bytes)
     : snapshot_(param_groups, state),
       local_gradients_(std::move(local_gradients)),
       exchange_(std::move(exchange)) {
@@ -166,6 +167,7 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
     idle_.push_back({ParamIdentity(param), !THPVariable_Unpack(param.ptr()).requires_grad()});
   }
   snapshot_.expect(used);
+  std::map<c10::DeviceIndex, std::shared_ptr<StagingRing>> rings;
   for (size_t i = 0; i < entries.size(); ++i) {
     std::vector<bool> uses_group(param_groups.size());
     for (const StepPlan::Entry& entry : entries[i]) {
@@ -175,7 +177,11 @@ OptimizerPlan::OptimizerPlan(const py::list& param_groups, const py::dict& state
       const at::Tensor& master = entry.tensors[kMaster];
       return !entry.copied && master.defined() && master.scalar_type() == at::kFloat;
     });
-    Part part{.plan = StepPlan(entries[i], part_devices[i], options),
+    std::shared_ptr<StagingRing>& ring = rings[part_devices[i].index()];
+    if (ring == nullptr && staging_bytes > 0) {
+      ring = std::make_shared<StagingRing>(staging_bytes);
+    }
+    Part part{.plan = StepPlan(entries[i], part_devices[i], options, {}, ring),
               .objects = std::move(objects[i]),
               .followed = std::move(followed[i]),
               .positions = std::move(positions[i]),

@@ -55,12 +55,13 @@ class OptimizerPlan {
   // `algorithms`: by group. `idle`: parameters without state. `local_gradients(params)` returns the
   // local gradients of parameters whose gradient C++ does not unwrap: DTensors placed otherwise or
   // incomplete, and other wrapper subclasses. `exchange(part, average, apply)` is Exchange.
+  // `staging_bytes`: of a slot in which states on the host are staged; 0: they are used there.
   // Raises what StepPlan raises.
   OptimizerPlan(const pybind11::list& param_groups, const pybind11::dict& state,
                 const std::vector<Param>& params, const std::vector<GroupAlgorithm>& algorithms,
                 const std::vector<at::Device>& part_devices, const pybind11::list& idle,
                 pybind11::object local_gradients, pybind11::object exchange,
-                const StepOptions& options);
+                const StepOptions& options, int64_t staging_bytes);
 
   OptimizerPlan(const OptimizerPlan&) = delete;
   OptimizerPlan& operator=(const OptimizerPlan&) = delete;

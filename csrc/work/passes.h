@@ -3,10 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "kernels/schedule.h"
+#include "work/staging.h"
 #include "work/work_list.h"
 
 namespace torchopt_ext {
@@ -57,6 +60,8 @@ struct Passes {
   void (*digest)(const WorkList& arrays, const at::Tensor& digests);
   // Returns the schedule's factor after each of `steps` (int64), as float64.
   at::Tensor (*lr_factors)(const Schedule& schedule, const at::Tensor& steps);
+  // Returns streams for staged states (staging.h).
+  std::unique_ptr<StagingStreams> (*staging_streams)(at::Device device);
   // Lets kernels of the device access pages of the host's memory (host_memory.h).
   void (*lock_pages)(void* memory, size_t bytes, at::Device device);
   // Returns false if the device may still use the pages, which must then stay.
@@ -68,6 +73,11 @@ const Passes& passes();
 }
 namespace cuda {
 const Passes& passes();  // raises in a build without CUDA (absent.cpp)
+}
+
+// Returns torch's name of a dtype for messages, such as "float16".
+inline std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 // The reals in a tensor's memory: a complex tensor is stepped as its view_as_real().
@@ -84,7 +94,7 @@ inline DType dtype_of(const at::Tensor& tensor) {
     case at::kHalf:
       return DType::kFloat16;
     default:
-      TORCH_CHECK(false, "dtype ", tensor.scalar_type(), " is not supported");
+      TORCH_CHECK(false, "dtype ", dtype_name(tensor.scalar_type()), " is not supported");
   }
 }
 

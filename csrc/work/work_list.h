@@ -20,8 +20,15 @@ struct Chunk {
   TORCHOPT_HD int64_t end() const { return begin + count; }
 };
 
+// Elements [begin, end) of a tensor, cut where make_chunks() may cut.
+struct ElementRange {
+  int64_t begin;
+  int64_t end;
+};
+
 struct WorkList {
   std::vector<TensorWork> tensors;
+  std::vector<ElementRange> ranges;  // by tensor: what the list's passes take; if empty, all
   std::vector<Chunk> chunks;
   std::vector<int64_t> cumulative;  // cumulative_bytes
   StepOptions options;
@@ -38,7 +45,8 @@ inline constexpr int64_t kChunkElements = 32768;
 // Cuts tensors into chunks at block boundaries, so that pass A gives the same block sums for any
 // chunks. Empty tensors get no chunks.
 std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
-                               int64_t chunk_elements = kChunkElements);
+                               int64_t chunk_elements = kChunkElements,
+                               const std::vector<ElementRange>& ranges = {});
 
 // Cuts each tensor into chunks of elements(tensor) elements, for work that needs no block
 // boundaries, and adds them to `chunks`; skips tensors for which elements() is 0. On a GPU chunks
@@ -46,7 +54,7 @@ std::vector<Chunk> make_chunks(const std::vector<TensorWork>& tensors,
 // takes a tenth longer. Tensors with 8-bit moments are cut at groups, as by make_chunks.
 void add_plain_chunks(const std::vector<TensorWork>& tensors,
                       const std::function<int64_t(const TensorWork&)>& elements,
-                      std::vector<Chunk>& chunks);
+                      std::vector<Chunk>& chunks, const std::vector<ElementRange>& ranges = {});
 
 // Returns the first chunk of each range of `range` tensors, followed by the number of chunks.
 std::vector<int64_t> first_chunks(const std::vector<Chunk>& chunks, size_t tensors, size_t range);

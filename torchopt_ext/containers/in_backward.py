@@ -59,7 +59,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     Raises:
         ValueError: as in OptimizersContainer. Also: no parameter is trainable, `backwards_per_step`
-            is below 1, None without a norm, or a number with a `process_group`.
+            is below 1, None without a norm, or a number with a `process_group`; states are staged
+            (`offload_step`) without a norm.
     """
 
     measures_norm: bool  # max_grad_norm and skip_nonfinite need the norm
@@ -90,6 +91,11 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             raise ValueError(
                 "backwards_per_step=None keeps all gradients until step(), as "
                 "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
+            )
+        if optimizer_kwargs.get("offload_step") == "staged" and not self.measures_norm:
+            raise ValueError(
+                "offload_step='staged' keeps slots on the GPU for each optimizer, here for each "
+                "parameter: use 'mapped'"
             )
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         if not self.optimizers:

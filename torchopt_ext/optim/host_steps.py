@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchopt_ext.optim.bandwidths import bandwidths
-from torchopt_ext.optim.context import IDLE
+from torchopt_ext.optim.context import IDLE, StepContext
 from torchopt_ext.optim.forward_overlap import SideStream
 from torchopt_ext.optim.options import OffloadStep
 from torchopt_ext.optim.param_states import Apart
@@ -45,7 +45,9 @@ class HostSteps(PlacedStates):
 
     @property
     def offload_path(self) -> str | None:
-        """How the next step updates parameters whose states lie on the host: "mapped" or "host".
+        """How the next step updates parameters whose states lie on the host.
+
+        "mapped", "staged" or "host".
 
         None if there are none. With ``offload_step="auto"`` the first call, or step, measures.
         """
@@ -101,15 +103,30 @@ class HostSteps(PlacedStates):
             buckets[id(need.param)] = Apart(True, number)
         return buckets
 
-    def collect(self) -> Any:
-        built = super().collect()
-        if built.host_steps and is_captured():
-            built.plan.release()
+    def _staging_bytes(self) -> int:
+        """Returns the bytes of a slot in which the step stages states; 0 if it stages none."""
+        if self.offload_path != "staged":
+            return 0
+        needs = self._needs_on_host()
+        states = sum(local_tensor(n.param).numel() * n.dtype.itemsize for n in needs)
+        return max(1, min(_BUCKET, states // 4))  # so that three slots are less than the states
+
+    def _reject_capture(self) -> None:
+        if self._storage.state_device is None or not is_captured():
+            return
+        if (path := self.offload_path) in ("host", "staged"):
             raise RuntimeError(
-                "a graph cannot capture a step on the host: set optimizer.offload_step = 'mapped' "
-                "before the capture"
+                f"a graph cannot capture a step by the path {path!r}: set "
+                f"optimizer.offload_step = 'mapped' before the capture"
             )
-        return built
+
+    def _local_step(self, context: StepContext, again: bool = True) -> bool:
+        self._reject_capture()
+        return super()._local_step(context, again)
+
+    def collect(self) -> Any:
+        self._reject_capture()
+        return super().collect()
 
     def _begin_on_host(self, collected: Any) -> list[tuple[int, SideStream, SideStream, Any]]:
         """Begins the copies to the host of all parts that are stepped there."""

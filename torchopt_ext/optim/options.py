@@ -28,7 +28,7 @@ __all__ = ["StepOptions"]
 
 T = TypeVar("T")
 EmaDtype = torch.dtype | Literal["fp32", "float32", "bf16", "bfloat16"]
-OffloadStep = Literal["mapped", "host", "auto"]
+OffloadStep = Literal["mapped", "staged", "host", "auto"]
 
 
 class StepArguments(TypedDict, total=False):
@@ -111,9 +111,11 @@ class StepOptions:
         ema_warmup: lets the first averages decay less: by at most ``(1 + t) / (10 + t)`` after t
             updates, and not at all at first, as in diffusers' EMAModel.
         offload_step: how steps update parameters whose states lie on the host, with the same bits.
-            "mapped": kernels read and write the states through the link. "host": gradients come to
-            the host, the CPU steps, and weights return; ``step`` waits for it. "auto": measures
-            link and host once and chooses; ``offload_path`` says what.
+            "mapped": kernels read and write the states through the link. "staged": copy engines
+            bring the states to the GPU, bucket by bucket, and back; Muon's matrices are stepped as
+            by "mapped". "host": gradients come to the host, the CPU steps, and weights return;
+            ``step`` waits for it. "auto": measures link and host once and chooses "mapped" or
+            "host"; ``offload_path`` says what.
         process_group: ranks that share the norm and the decision to skip, if no DTensor mesh
             defines them. Plain parameters are then disjoint shards. DTensors whose meshes lie
             within the group are counted once (experts on meshes of their own). DTensors whose
@@ -157,6 +159,11 @@ class StepOptions:
             raise ValueError(
                 f"offload_step='host' is not supported with {self.needs_device}, which steps on "
                 f"the GPU record or write: use offload_step='mapped'"
+            )
+        if self.offload_step == "staged" and self.track:
+            raise ValueError(
+                "offload_step='staged' is not supported with track, which records whole tensors: "
+                "use offload_step='mapped'"
             )
         expect_counts(rounding_seed=self.rounding_seed)
         seed = operator.index(self.rounding_seed)

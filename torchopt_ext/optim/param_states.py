@@ -398,6 +398,7 @@ def build_plan(
         functools.partial(local_gradients, written=options.write_back_gradients),
         exchangers,
         **options.of_plan,
+        staging_bytes=optimizer._staging_bytes(),
     )
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
     host_steps = {

@@ -177,6 +177,10 @@ class PlannedStep(Controlled, Optimizer):
         """Returns the parameters that are in a part of their own, by ids."""
         return {}
 
+    def _staging_bytes(self) -> int:
+        """Returns the bytes of a slot in which the step stages states (optim/host_steps.py)."""
+        return 0
+
     def _module_numbers(self) -> Mapping[int, int]:
         """Returns the modules with which parameters are stepped, by ids (optim/overlapped.py)."""
         return {}

@@ -5,9 +5,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,6 +22,7 @@
 #include "cuda/device_table.h"
 #include "cuda/host_memory.h"
 #include "cuda/launch.h"
+#include "cuda/staging.h"
 #include "work/passes.h"
 
 namespace torchopt_ext {
@@ -58,13 +62,13 @@ bool keep_with_graph(const std::shared_ptr<void>& tables, c10::cuda::CUDAStream)
   return is_captured;
 }
 
-// ---- memory of the host, which the device accesses
-// ----------------------------------------------- While protection is on, it can be accessed only
-// while a kernel runs: a step's own code that touches it is a fault. Tests switch it on by ctypes.
+// ---- memory of the host, which the device accesses ----------------------------------------------
+// While protection is on, it can be accessed only while the device is at work: a step's own code
+// that touches it is a fault. Tests switch it on by ctypes.
 namespace {
 
 std::map<void*, size_t> locked_pages;
-bool is_protected = false;
+int protection = 0;  // 1: kernels and copy engines may access it; 2: copy engines
 
 void allow(bool access) {
   for (const auto& [memory, bytes] : locked_pages) {
@@ -90,9 +94,9 @@ bool unlock_pages(void* memory, size_t bytes, c10::Device) {
 
 }  // namespace torchopt_ext
 
-extern "C" void host_cuda_protect(int on) {
-  torchopt_ext::is_protected = on != 0;
-  torchopt_ext::allow(on == 0);
+extern "C" void host_cuda_protect(int how) {
+  torchopt_ext::protection = how;
+  torchopt_ext::allow(how == 0);
 }
 
 // Begins a capture, ends it, or destroys the graph.
@@ -101,6 +105,70 @@ extern "C" void host_cuda_destroy_graph() { torchopt_ext::kept_by_graph.clear();
 
 namespace torchopt_ext {
 
+// ---- streams that copy --------------------------------------------------------------------------
+// As late as a GPU's may: a stream does what another one waits for, and the rest at the end.
+namespace {
+
+class LateStreams final : public StagingStreams {
+ public:
+  void copy(StagingStream stream, void* to, const void* from, size_t bytes) override {
+    in(stream).push_back([=] {
+      if (protection != 0) {
+        allow(true);
+      }
+      std::memcpy(to, from, bytes);
+      if (protection != 0) {
+        allow(false);
+      }
+    });
+  }
+  void record(size_t event, StagingStream stream) override {
+    events_[event] = {stream,
+                      stream == StagingStream::kCurrent ? 0 : done(stream) + in(stream).size()};
+  }
+  void wait(StagingStream stream, size_t event) override {
+    const auto [of, count] = events_[event];
+    if (of == StagingStream::kCurrent) {
+      return;  // whose work is done at once
+    }
+    if (stream == StagingStream::kCurrent) {
+      run(of, count);
+    } else {
+      in(stream).push_back([this, of = of, count = count] { run(of, count); });
+    }
+  }
+
+ private:
+  // The work of a stream, and how much of it has been done.
+  struct Queue {
+    std::deque<std::function<void()>> work;
+    size_t done = 0;
+  };
+  std::deque<std::function<void()>>& in(StagingStream stream) {
+    TORCH_INTERNAL_ASSERT(stream != StagingStream::kCurrent);
+    return queues_[static_cast<size_t>(stream)].work;
+  }
+  size_t done(StagingStream stream) const { return queues_[static_cast<size_t>(stream)].done; }
+  void run(StagingStream stream, size_t count) {
+    Queue& queue = queues_[static_cast<size_t>(stream)];
+    while (queue.done < count) {
+      const auto next = std::move(queue.work.front());
+      queue.work.pop_front();
+      ++queue.done;
+      next();
+    }
+  }
+
+  std::array<Queue, 3> queues_;
+  std::array<std::pair<StagingStream, size_t>, kEvents> events_;
+};
+
+}  // namespace
+
+std::unique_ptr<StagingStreams> staging_streams(c10::Device) {
+  return std::make_unique<LateStreams>();
+}
+
 // ---- launches ---------------------------------------------------------------------------------
 // Checks the launch as CUDA does. A GPU's arithmetic does not follow the host's rounding mode.
 template <class Kernel>
@@ -108,11 +176,12 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
   TORCH_INTERNAL_ASSERT(blocks > 0 && blocks <= INT32_MAX, "a grid of ", blocks, " blocks");
   TORCH_INTERNAL_ASSERT(stream == c10::cuda::CUDAStream{}, "not the current stream");
   const FloatMode mode;
-  if (is_protected) {
+  const bool opens = protection == 1;
+  if (opens) {
     allow(true);
   }
   run_on_host(kernel, blocks);
-  if (is_protected) {
+  if (opens) {
     allow(false);
   }
 }

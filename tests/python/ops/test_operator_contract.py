@@ -439,7 +439,7 @@ def test_one_element_is_a_tensor_to_the_operators() -> None:
     assert isinstance(operators.lr_factor(3, **SCHEDULE), float)
     lists = adam_lists()
     arguments = (*(lists[name] for name in LISTS), ops.new_control())
-    with pytest.raises(RuntimeError, match="lr has dtype Long, expected float32 or float64"):
+    with pytest.raises(RuntimeError, match="lr has dtype int64, expected float32 or float64"):
         operators.adam_(*arguments, **HYPER | {"lr": torch.tensor(1)})
 
 

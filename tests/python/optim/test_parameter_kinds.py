@@ -234,7 +234,7 @@ def test_gradients_of_16_bits_from_autograd() -> None:
     double.grad_dtype = None
     for dtype in (torch.float32, torch.bfloat16):
         double.grad = torch.ones(3, dtype=dtype)
-        with pytest.raises(RuntimeError, match=r"gradient 1.*expected Double"):
+        with pytest.raises(RuntimeError, match=r"gradient 1.*expected float64"):
             optimizer.step()
 
 

@@ -267,7 +267,7 @@ STEPS: dict[str, tuple[dict[str, Any], Spoil, str]] = {
         {}, group(decay_follows_lr=True), "decay_follows_lr is True, expected a learning rate",
     ),
     # parameters
-    "another dtype": ({}, data(lambda t: t.double()), r"exp_avg 1 .*has dtype Float.* Double"),
+    "another dtype": ({}, data(lambda t: t.double()), r"exp_avg 1 .*has dtype float32.* float64"),
     **{f"shape {shape}": ({}, data(lambda t, s=shape: torch.randn(s)),
                           "exp_avg of 'p1' has shape") for shape in ((2, 64), (7, 7), (192,))},
 }  # fmt: skip

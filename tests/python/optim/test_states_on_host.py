@@ -34,11 +34,19 @@ from torch.utils._pytree import tree_leaves
 
 from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
 from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
+from torchopt_ext.optim import host_steps
 from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.host_states import addresses, count_locks
-from ...support.problems import copied, make_params, set_gradients, through_file, train
+from ...support.problems import (
+    clip_skip_or_leave_out,
+    copied,
+    make_params,
+    set_gradients,
+    through_file,
+    train,
+)
 from ...support.ways import BF16, WAYS, each_kind_and_way, each_way
 
 pytestmark = pytest.mark.usefixtures("params_on_gpu")
@@ -49,11 +57,15 @@ needs_host_cuda = pytest.mark.skipif(not HOST_CUDA, reason="make test-host-cuda"
 
 
 @contextmanager
-def only_kernels_access_it() -> Iterator[None]:
-    """Makes any other access to the host's memory a fault, where the CUDA back end runs."""
+def only_kernels_access_it(only_copies: bool = False) -> Iterator[None]:
+    """Makes any other access to the host's memory a fault, where the CUDA back end runs.
+
+    Args:
+        only_copies: an access of kernels, too, but not one of copy engines.
+    """
     library = ctypes.CDLL(HOST_CUDA[0]) if HOST_CUDA else None
     if library:
-        library.host_cuda_protect(1)
+        library.host_cuda_protect(2 if only_copies else 1)
     try:
         yield
     finally:
@@ -65,6 +77,30 @@ def step(optimizer: Any) -> None:
     optimizer.init_state()  # copies weights to masters
     with only_kernels_access_it():
         optimizer.step()
+
+
+STAGED = ((40, 5_000), (300_000,), (1, 33_003), (130, 65), (2, 1031), (7,), (), (0, 2), (9, 7_777))
+
+
+@pytest.mark.parametrize("bucket", [1, 700_000, 64 << 20])
+@each_kind_and_way
+def test_staged(kind: str, way: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any size of the buckets gives the same bits; kernels do not access the host's memory."""
+    monkeypatch.setattr(host_steps, "_BUCKET", bucket)
+    options = {"max_grad_norm": 1.0, "skip_nonfinite": True, "rounding_seed": 3, "ema_decay": 0.9}
+    usual = WAYS[way].build(kind, shapes=STAGED, **options)
+    staged = WAYS[way].build(
+        kind, shapes=STAGED, **options, state_device="cpu", state_fraction=0.95,
+        offload_step="staged",
+    )  # fmt: skip
+    assert staged[1].offload_path == "staged"
+    for seed in range(4):
+        clip_skip_or_leave_out(*usual, seed)
+        staged[1].init_state()
+        with only_kernels_access_it(only_copies=not kind.startswith("Muon")):
+            clip_skip_or_leave_out(*staged, seed)
+    assert snapshot(usual[1]) == snapshot(staged[1])
+    assert staged[1].control.skipped_steps == 1
 
 
 def lies(optimizer: Any) -> dict[int, set[bool]]:

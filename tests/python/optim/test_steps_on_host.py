@@ -78,11 +78,11 @@ def step(params: list[nn.Parameter], optimizer: Any, *, seed: int) -> None:
 def test_same_bits_by_paths_that_change(
     kind: str, way: str, fraction: float, late: LateStreams, stepped: list[int]
 ) -> None:
-    """Resident, through mapped memory, or on the host with one or two threads, at random."""
+    """Resident, mapped, staged, or on the host with one or two threads, at random."""
     usual = WAYS[way].build(kind, shapes=SHAPES, **OPTIONS)
     moving = built(late, way, kind, state_device="cpu", state_fraction=fraction)
     draw, threads = random.Random(f"{kind}{way}{fraction}"), torch.get_num_threads()
-    paths = ["host", "host", "host", "mapped", "resident", "auto"]
+    paths = ["host", "host", "host", "mapped", "staged", "staged", "resident", "auto"]
     draw.shuffle(paths)
     expected = False
     try:
@@ -113,7 +113,7 @@ def test_many_steps(late: LateStreams, stepped: list[int]) -> None:
     moving = built(late, way, state_device="cpu", state_fraction=0.6, offload_step="host")
     for seed in range(200):
         if draw.random() < 0.3:
-            moving[1].offload_step = draw.choice(["mapped", "host"])
+            moving[1].offload_step = draw.choice(["mapped", "staged", "host"])
         missing, wide = draw.randrange(len(SHAPES)), draw.random() < 0.3
         for params, optimizer in (usual, moving):
             for p in params:
@@ -132,10 +132,11 @@ def test_many_steps(late: LateStreams, stepped: list[int]) -> None:
     assert stepped and usual[1].control.skipped_steps == moving[1].control.skipped_steps > 0
 
 
-def test_with_overlap_and_muon(late: LateStreams, stepped: list[int]) -> None:
-    """What is stepped on the host is stepped at once, what stays resident during forward."""
+@pytest.mark.parametrize("path", ["host", "staged"])
+def test_with_overlap_and_muon(path: str, late: LateStreams, stepped: list[int]) -> None:
+    """What is stepped on the host is stepped at once, everything else during forward."""
     snapshots = []
-    for options in ({}, {"state_device": "cpu", "offload_step": "host", "state_fraction": 0.6}):
+    for options in ({}, {"state_device": "cpu", "offload_step": path, "state_fraction": 0.6}):
         params = make_params([(8, 80), (64,), (80, 8), (16, 64), (16, 64), (16, 64)])
         groups = [{"params": params[:2:2]}, {"params": params[1:], "algorithm": "adamw"}]
         optimizer = FusedMuon(groups, max_grad_norm=1.0, **options)
@@ -149,13 +150,14 @@ def test_with_overlap_and_muon(late: LateStreams, stepped: list[int]) -> None:
             step(params, optimizer, seed=seed)
         optimizer.wait_for_params()
         snapshots.append(snapshot(optimizer))
-    assert snapshots[0] == snapshots[1] and stepped
+    assert snapshots[0] == snapshots[1] and bool(stepped) == (path == "host")
 
 
-def test_masters_follow_weights_written_between_steps(late: LateStreams) -> None:
+@pytest.mark.parametrize("path", ["host", "staged"])
+def test_masters_follow_weights_written_between_steps(path: str, late: LateStreams) -> None:
     for way in ("bf16, master", "bf16, remainder"):
         usual = WAYS[way].build(shapes=SHAPES, **OPTIONS)
-        hosted = built(late, way, state_device="cpu", offload_step="host")
+        hosted = built(late, way, state_device="cpu", offload_step=path)
         for params, optimizer in (usual, hosted):
             step(params, optimizer, seed=0)
             with torch.no_grad():
@@ -259,8 +261,9 @@ def test_without_a_gpu_it_has_no_effect(value: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"offload_step": "staged"},
-         "Invalid offload_step: 'staged', expected one of ('mapped', 'host', 'auto')"),
+        ({"offload_step": "paged"},
+         "Invalid offload_step: 'paged', expected one of ('mapped', 'staged', 'host', 'auto')"),
+        ({"offload_step": "staged", "track": True}, "'staged' is not supported with track"),
         ({"offload_step": "host", "track": True}, "'host' is not supported with track"),
         ({"offload_step": "host", "write_back_gradients": True}, "with write_back_gradients"),
     ],
@@ -281,10 +284,11 @@ def test_auto_with_telemetry_is_mapped(late: LateStreams, monkeypatch: pytest.Mo
     assert optimizer.offload_path == "mapped"
 
 
-def test_graphs_capture_no_step_on_the_host(
-    late: LateStreams, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["host", "staged"])
+def test_graphs_capture_no_copies(
+    path: str, late: LateStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, optimizer = built(late, "fp32", state_device="cpu", offload_step="host")
+    params, optimizer = built(late, "fp32", state_device="cpu", offload_step=path)
     step(params, optimizer, seed=0)
     before = snapshot(optimizer)
     monkeypatch.setattr(host_steps, "is_captured", lambda: True)
