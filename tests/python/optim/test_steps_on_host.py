@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -285,6 +286,31 @@ def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = bandwidths_module.bandwidths(torch.device("cpu"))
     assert min(first) > 0.01 and bandwidths_module.bandwidths(torch.device("cpu")) is first
     bandwidths_module.bandwidths.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "path", "warned"),
+    [
+        (1, 8, "host", ["one of 8 cores steps the states on the host: set OMP_NUM_THREADS"]),
+        (2, 8, "host", []),
+        (1, 1, "host", []),
+        (1, 8, "mapped", []),
+    ],
+)
+def test_one_thread_on_many_cores_is_named_once(
+    threads: int, cores: int, path: str, warned: list[str], late: LateStreams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    host_steps._warn_of_one_thread.cache_clear()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    torch.set_num_threads(threads)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer = built(late, "fp32", state_device="cpu", offload_step=path)[1]
+            train(optimizer, range(2))
+    found = [str(each.message) for each in seen if "one of" in str(each.message)]
+    assert [text.partition(",")[0] for text in found] == warned
 
 
 @pytest.mark.parametrize("value", ["host", "auto"])
