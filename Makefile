@@ -23,7 +23,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --di
 
 .PHONY: help install demo test test-python smoke test-all test-cpp test-host-cuda test-sanitize \
 	check-aarch64 check-sass test-gpu gpu-report bench bench-muon bench-convergence bench-dtensor-host \
-	bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
+	bench-host-step bench-torchtitan bench-zero bench-mixed-precision bench-trainer bench-cxx \
 	docs lint lint-python lint-cxx format wheel sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -80,6 +80,9 @@ bench-dtensor-host: $(VENV)/.installed ## Time the step over many small DTensors
 
 bench-torchtitan: $(VENV)/.installed ## Time the optimizer in torchtitan's Trainer; TORCH=2.11.0: 0.2
 	$(PY) benchmarks/torchtitan_step.py --out out/bench-torchtitan-$(TORCH)
+
+bench-host-step: $(VENV)/.installed ## Time the CPU's step of states on the host beside ZeRO-Offload's
+	$(PY) benchmarks/host_step.py --out out/bench-host-step
 
 bench-zero: $(VENV)/.installed ## Time ZeroRedundancyOptimizer beside torch's, on 2 and 4 ranks
 	$(PY) benchmarks/zero.py --out out/bench-zero

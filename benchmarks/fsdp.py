@@ -13,7 +13,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from harness import Case, Group
+from harness import Case, Group, find, target_line
 from ranks import on_ranks, run_ranks, sample
 from shapes import GPT2, QUICK_SETS, SETS, Shapes
 from torch import nn
@@ -181,10 +181,15 @@ def main() -> None:
     about = harness.start(options)
     result = run_ranks(on_rank, options.ranks, options.rounds, options.quick)
     lines = [(kind, *map("{:.2f}".format, moved)) for kind, moved in result["bytes"].items()]
-    sections = {
+    sections: dict[str, str | list[str]] = {
         "Bytes that are read and written for an element of a shard, what is sent and received left "
         "out": harness.table(("implementation", "all-gather", "step"), lines)
     }
+    if not options.quick:
+        name = f"{GPT2}, {on_ranks(options.ranks)}, {OFFLOADED}"
+        row = find(result["rows"], name, STEP, OURS)
+        times = row and row["times_as_fast_as"][TORCH]
+        sections["Targets"] = [target_line(f"{name}: times as fast", times, 1.4)]
     harness.write(options.out / "fsdp", about, result["rows"], sections, bytes=result["bytes"])
 
 

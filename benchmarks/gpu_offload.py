@@ -27,6 +27,7 @@ WAYS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
 PLACES: dict[str, dict[str, Any]] = {
     f"{OURS}, on the GPU": {},
     f"{OURS}, mapped": {"state_device": "cpu"},
+    f"{OURS}, staged": {"state_device": "cpu", "offload_step": "staged"},
     f"{OURS}, on the host": {"state_device": "cpu", "offload_step": "host"},
 }
 

@@ -125,3 +125,24 @@ def test_muon_runs(tmp_path: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     text = (tmp_path / f"{name.replace('_', '-')}.txt").read_text()
     assert "FusedMuon" in text and "torch" in text
+
+
+@pytest.mark.slow
+@pytest.mark.newest_torch
+def test_steps_on_the_host_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "host_step.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "host-step.json").read_text())
+    by_set: dict[str, dict[str, Any]] = {}
+    for row in result["results"]:
+        by_set.setdefault(row["set"], {})[row["implementation"]] = row
+    alone, beside = by_set.values()
+    assert alone.keys() - beside.keys() == {
+        "ZeRO-Offload",
+        "ZeRO-Offload, gradients cast on the CPU",
+    }
+    assert all(beside[kind]["roofline"]["ratio"] > 0 for kind in beside if kind != "plain loop")
+    (rate,) = result["copies"]
+    assert 0 < rate < 7
+    assert "Adam" in (tmp_path / "host-step.txt").read_text()

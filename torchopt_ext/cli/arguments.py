@@ -158,6 +158,12 @@ def plan(args: list[str]) -> argparse.Namespace:
         "--link", type=positive, metavar="GB/S", help="between GPU and host, in each direction"
     )
     command.add_argument(
+        "--host-bandwidth",
+        type=positive,
+        metavar="GB/S",
+        help="of the host's memory for each GPU, with --link: adds the time of a step by the CPU",
+    )
+    command.add_argument(
         "--gpu-memory",
         type=positive,
         metavar="GB",
@@ -188,6 +194,8 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
         raise CommandError("--state-fraction needs --state-device cpu")
     if options.link and not (options.state_device or options.gpu_memory):
         raise CommandError("--link needs --state-device cpu or --gpu-memory")
+    if options.host_bandwidth and not options.link:
+        raise CommandError("--host-bandwidth needs --link")
     if options.host_memory and not options.gpu_memory:
         raise CommandError("--host-memory needs --gpu-memory")
     if options.gpu_memory and options.plot:

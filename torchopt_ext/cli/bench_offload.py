@@ -27,7 +27,9 @@ UP, DOWN, BOTH = "copy to the GPU", "copy to the host", "copies both ways at onc
 READ, WRITE = "kernel reads host memory", "kernel writes host memory"
 READ_WRITE = "kernel reads and writes it"
 HOST, BESIDE = "a += b on the host", "a += b on the host, beside copies"
-ON_GPU, MAPPED, ON_CPU = "states on the GPU", "states on the host", "all on the CPU"
+ON_GPU, ON_CPU = "states on the GPU", "all on the CPU"
+PATHS = {path: f"states on the host, {path!r}" for path in ("mapped", "staged", "host")}
+"""What a step is called by offload_step."""
 NEEDS_GPU = (
     "Not measured, as it needs a GPU: the link in each direction and both, kernels that read and "
     "write host memory, the host's bandwidth beside copies, and a GPU's step."
@@ -40,14 +42,11 @@ def main(name: str, like: list[Tensor], options: Any) -> dict[str, Any]:
     """Measures the link, the host and the steps, and returns all results."""
     device = bench_runs.device_of(options)
     held = {"master_weights": options.master_weights, "state_dtype": options.state_dtype}
-    places: dict[str, dict[str, str]] = {ON_CPU: {}}
-    if has_link(device):
-        places = {ON_GPU: {}, MAPPED: {"state_device": "cpu"}}
-    else:
+    if not has_link(device):
         bench_runs.check_memory(name, like)
     try:
         measures, bytes_of = transfers(device)
-        steps = {label: step_of(like, device, held | placed) for label, placed in places.items()}
+        steps = steps_of(like, device, held)
         measures |= steps
         for measure in measures.values():  # allocates
             measure()
@@ -137,12 +136,25 @@ def as_seen_by(device: torch.device, host: Tensor) -> Tensor:
     return torch.as_tensor(Interface(), device=device)
 
 
-def step_of(like: list[Tensor], device: torch.device, held: dict[str, Any]) -> _Measure:
-    """Returns a measure of clipping and one step."""
-    optimizer = FusedAdamW(
-        bench_runs.filled(like, device), max_grad_norm=bench_runs.MAX_NORM, **held
-    )
-    return functools.partial(seconds_of, optimizer.step, device)
+def steps_of(like: list[Tensor], device: torch.device, held: dict[str, Any]) -> dict[str, _Measure]:
+    """Returns measures of clipping and one step, by place of the states and path."""
+
+    def build(**placed: Any) -> FusedAdamW:
+        params = bench_runs.filled(like, device)
+        return FusedAdamW(params, max_grad_norm=bench_runs.MAX_NORM, **held, **placed)
+
+    beside = functools.partial(seconds_of, build().step, device)
+    if not has_link(device):
+        return {ON_CPU: beside}
+    on_host = build(state_device="cpu")  # one for all paths: the host may have no memory for three
+
+    def step_by(path: str) -> float:
+        on_host.offload_step = path  # type: ignore[assignment]
+        on_host.step()  # prepares this path
+        return seconds_of(on_host.step, device)
+
+    paths = {label: functools.partial(step_by, path) for path, label in PATHS.items()}
+    return {ON_GPU: beside, **paths}
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -169,15 +181,18 @@ def as_text(results: dict[str, Any]) -> str:
 def verdict(results: dict[str, Any]) -> str:
     """Says in a sentence what states on the host would save and cost."""
     steps, moved = results["steps"], size(results["bytes_on_host"])
-    if MAPPED not in steps:
+    if ON_GPU not in steps:
         least = figures(1e3 * results["bytes_on_host"] / PCIE_5)
         return (
             f"On a GPU, state_device='cpu' would take {moved} out of its memory, and a step would "
             f"move them over the link once in each direction: {least} ms at "
             f"{PCIE_5 / 1e9:.0f} GB/s (PCIe 5), which is arithmetic and not measured."
         )
-    beside, mapped = (1e3 * steps[label]["median"] for label in (ON_GPU, MAPPED))
+    beside = 1e3 * steps[ON_GPU]["median"]
+    by_path = {path: 1e3 * steps[label]["median"] for path, label in PATHS.items()}
+    path = min(by_path, key=by_path.__getitem__)
     return (
         f"state_device='cpu' takes {moved} out of the GPU's memory, and clipping and a step then "
-        f"take {figures(mapped)} ms instead of {figures(beside)} ms."
+        f"take {figures(by_path[path])} ms with offload_step={path!r} instead of "
+        f"{figures(beside)} ms."
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchopt_ext.cli import paths
 from torchopt_ext.cli.arguments import SHARDINGS, SHORT
 from torchopt_ext.cli.estimates import estimates
 from torchopt_ext.cli.tensors import Source, as_dtype
@@ -59,7 +60,11 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Fit:
-    """A setting that fits. Of all ranks, bytes are the most, and what is left the least."""
+    """A setting that fits. Of all ranks, bytes are the most, and what is left the least.
+
+    ``on_host`` has the buffers of a step by the CPU, if ``path`` is "host". ``offload_seconds`` are
+    the paths' for which the host has memory.
+    """
 
     sharding: str
     setting: Setting
@@ -67,6 +72,8 @@ class Fit:
     on_gpu: int
     left: int
     on_host: int
+    offload_seconds: dict[str, float]
+    path: str
     moved: int
     sent: int
 
@@ -134,13 +141,27 @@ def fit(sharding: str, setting: Setting, ranks: set[RankBytes], most: int, optio
         shares = [max(0, rank.held - most) / (rank.host or 1) for rank in ranks]
         fraction = moved_there = min(1.0, math.ceil(100 * max(shares)) / 100)
     on_gpu = max(rank.held - round(moved_there * rank.host) for rank in ranks)
+    on_host = dict.fromkeys(paths.STREAMED, max(rank.host for rank in ranks))
+    on_host[paths.HOST] = max(rank.host + int(rank.host_step.buffers) for rank in ranks)
+    on_host = {path: round(moved_there * held) for path, held in on_host.items()}
+    room = options.host_memory * 1e9 if options.host_memory else math.inf
+    times = {
+        path: moved_there * seconds
+        for path, seconds in paths.slowest(
+            ranks, options.link or LINK, options.host_bandwidth
+        ).items()
+        if path in paths.STREAMED or on_host[path] <= room
+    }
+    path = paths.fastest(times)
     return Fit(
         sharding,
         setting,
         fraction,
         on_gpu=on_gpu,
         left=most - on_gpu,
-        on_host=round(moved_there * max(rank.host for rank in ranks)),
+        on_host=on_host[path],
+        offload_seconds=times,
+        path=path,
         moved=max(rank.moved for rank in ranks),
         sent=max(rank.sent for rank in ranks),
     )
@@ -149,9 +170,8 @@ def fit(sharding: str, setting: Setting, ranks: set[RankBytes], most: int, optio
 def seconds(fit: Fit, options: Any) -> float:
     """Returns the time of the step, and of sending if the network's bandwidth is known."""
     memory = fit.moved / (options.bandwidth or BANDWIDTH)
-    link = fit.on_host / (options.link or LINK)
     sent = fit.sent / options.network if options.network else 0.0
-    return (max(memory, link) + sent) / 1e9
+    return max(memory / 1e9, fit.offload_seconds[fit.path]) + sent / 1e9
 
 
 def as_json(source: Source, fits: list[Fit], missing: int, options: Any) -> dict[str, Any]:
@@ -195,6 +215,7 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
             SHORT.get(moments or "", moments or "") + is_random * " random",
             *(figures(n / scale) for n in (each.on_host, each.left, each.moved, each.sent)),
             *([figures(1e3 * seconds(each, options))] if timed else []),
+            *([each.path if each.on_host else ""] if options.host_bandwidth else []),
         ])  # fmt: skip
     text = (
         f"These fit, fastest first. In {unit} on the rank that holds most: states on the host, "
@@ -202,7 +223,8 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
         f"step sends" + ("; times in ms:" if timed else ":")
     )
     lines += [*textwrap.wrap(text, WIDTH), ""]
-    lines += [table([*header, *(["step"] if timed else [])], rows, text=4), ""]
+    header += ["step"] * bool(timed) + ["path"] * bool(options.host_bandwidth)
+    lines += [table(header, rows, text=4), ""]
     if len(fits) > SHOWN:
         lines.append(f"{len(fits) - SHOWN:,} more fit: --json lists them.")
     return "\n".join([*lines, *textwrap.wrap(advice(fits, options), WIDTH)])
@@ -210,15 +232,19 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
 
 def advice(fits: list[Fit], options: Any) -> str:
     """Says how the first row is written in Python, and what the order assumes."""
-    first, place = fits[0], ""
+    first, place, timed = fits[0], "", options.bandwidth or options.link
     if first.state_fraction:
         place = ", state_device='cpu'"
         place += f", state_fraction={first.state_fraction:g}" if first.state_fraction < 1 else ""
+        place += f", offload_step={first.path!r}" if first.path != paths.MAPPED else ""
     made = f"{CLASSES[options.algorithm]}(params{first.setting.arguments}{place})"
     over = f" over {first.setting.dtype} weights" if first.setting.dtype else ""
     text = f"The first row is {made}{over}."
     if options.world_size > 1:
         text += f" {first.sharding}: {SHARDINGS[first.sharding]}."
+    if first.on_host and timed:
+        its = [f"{path} {figures(1e3 * s)}" for path, s in first.offload_seconds.items()]
+        text += f" Its states on the host take, in ms: {', '.join(its)}."
     if any(fit.on_host for fit in fits) and not (options.bandwidth and options.link):
         text += (
             f" The order assumes memory of {options.bandwidth or BANDWIDTH:,.0f} GB/s and a link "

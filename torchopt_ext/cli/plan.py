@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchopt_ext.cli import fits
+from torchopt_ext.cli import fits, paths
 from torchopt_ext.cli.arguments import SHARDINGS
 from torchopt_ext.cli.estimates import Plans, by_algorithm, estimates, fullest
 from torchopt_ext.cli.sources import from_options
@@ -79,9 +79,14 @@ def seconds(ranks: list[RankBytes], options: Any) -> dict[str, float]:
         times["step_seconds"] = max(rank.moved for rank in ranks) / (options.bandwidth * 1e9)
     if options.network:
         times["send_seconds"] = max(rank.sent for rank in ranks) / (options.network * 1e9)
-    if options.link:
-        times["link_seconds"] = max(rank.host for rank in ranks) / (options.link * 1e9)
     return times
+
+
+def by_path(ranks: list[RankBytes], options: Any) -> dict[str, float]:
+    """Returns the seconds of a step over states on the host, if the link's bandwidth is given."""
+    if not options.link:
+        return {}
+    return paths.slowest(ranks, options.link, options.host_bandwidth)
 
 
 def as_json(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any) -> dict[str, Any]:
@@ -102,13 +107,22 @@ def as_json(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any)
             sharding: {
                 "uneven": unevenness([rank.elements for rank in ranks]),
                 **seconds(ranks, options),
+                **in_paths(ranks, options),
                 "ranks": [
-                    vars(rank) | {"held": rank.held, "on_device": rank.on_device} for rank in ranks
+                    vars(rank)
+                    | {"host_step": rank.host_step._asdict()}
+                    | {"held": rank.held, "on_device": rank.on_device}
+                    for rank in ranks
                 ],
             }
             for sharding, ranks in plans.items()
         },
     }
+
+
+def in_paths(ranks: list[RankBytes], options: Any) -> dict[str, Any]:
+    found = by_path(ranks, options)
+    return {"offload_seconds": found, "fastest": paths.fastest(found)} if found else {}
 
 
 def as_text(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any) -> str:
@@ -172,15 +186,31 @@ def as_text(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any)
 
 
 def about_host(plans: Plans, options: Any) -> list[str]:
-    """Returns lines about states on the host."""
-    lines = []
-    if options.state_device:
-        of = {plan: max(ranks, key=lambda rank: rank.host) for plan, ranks in plans.items()}
-        lines = [
-            f"{plan}: {size(rank.host)} of states on the host, {size(rank.on_device)} on the GPU"
-            for plan, rank in of.items()
-        ]
-    return ["", *lines] if lines else []
+    """Returns lines about states on the host, and what each way to step them takes."""
+    if not options.state_device:
+        return []
+    most = {plan: max(ranks, key=lambda rank: rank.host) for plan, ranks in plans.items()}
+    times = {plan: by_path(ranks, options) for plan, ranks in plans.items()}
+    unit, scale = unit_of(max(max(rank.host, rank.on_device) for rank in most.values()))
+    text = (
+        f"States on the host, in {unit} on the rank with most there. A step of the GPU moves them "
+        f"in each direction (mapped, staged); one of the CPU (host) moves gradients and "
+        f"weights down and up, and has buffers for them there"
+        + ("; times in ms:" if options.link else ":")
+    )
+    header = ["", "states", "on GPU", "down", "up", "buffers"]
+    if options.link:
+        header.append(", ".join(paths.STREAMED))
+    if options.host_bandwidth:
+        header += [paths.HOST, "fastest"]
+    rows = []
+    for plan, rank in most.items():
+        step, its = rank.host_step, times[plan]
+        counts = (rank.host, rank.on_device, step.down, step.up, step.buffers)
+        taken = [figures(1e3 * its[path]) for path in (paths.MAPPED, paths.HOST) if path in its]
+        named = [paths.fastest(its)] if options.host_bandwidth else []
+        rows.append([plan, *(figures(count / scale) for count in counts), *taken, *named])
+    return ["", *textwrap.wrap(text, WIDTH), "", table(header, rows)]
 
 
 def about_muon(plans: Plans) -> list[str]:

@@ -16,6 +16,7 @@ from torchopt_ext import _C, ops
 from torchopt_ext._arguments import expect_counts
 from torchopt_ext._torch import is_dtensor
 from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
+from torchopt_ext.optim.bandwidths import Crossing, stepped_on_host, streamed
 from torchopt_ext.optim.embeddings import reject_embeddings
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen, fp32_params
 from torchopt_ext.optim.options import EmaDtype, StepOptions
@@ -38,7 +39,7 @@ from torchopt_ext.state.matrices import (
     newton_schulz_flops,
 )
 from torchopt_ext.state.pieces import is_stack
-from torchopt_ext.state.quantized import groups_before
+from torchopt_ext.state.quantized import GROUP, groups_before
 from torchopt_ext.state.storage import MASTER, MasterWeights, StateDevice, StateDtype, Storage
 
 __all__ = ["SHARDINGS", "RankBytes", "estimate"]
@@ -55,12 +56,15 @@ class ElementBytes:
         master, moments, average: bytes held, without the scales of 8-bit moments and states by row.
         moved: bytes moved by pass A, which measures the norm, and by pass B; every array that is
             rewritten counts twice (docs/memory.md).
+        host_step: moved by a step of the CPU over states on the host; groups of 8-bit moments count
+            as full.
     """
 
     master: int
     moments: int
     average: int
     moved: int
+    host_step: Crossing
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,10 @@ class RankBytes:
         averages: moving averages of weights.
         steps: the tensors' step counts; a tensor that is cut has one in each piece.
         host: how many bytes of ``masters``, ``moments`` and ``averages`` lie in memory of the host,
-            to within the states of one tensor. A step moves them over the link once in each
-            direction.
+            to within the states of one tensor. A step of the GPU, mapped or staged, moves them
+            over the link once in each direction.
+        host_step: what a step moves instead with ``offload_step="host"``, to within the same; with
+            it Muon's matrices stay mapped.
         moved: memory read and written by the optimizer's step.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
             if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
@@ -95,6 +101,7 @@ class RankBytes:
     averages: int
     steps: int
     host: int
+    host_step: Crossing
     moved: int
     sent: int
     newton_schulz_flops: int
@@ -141,7 +148,15 @@ def element_bytes(
         moved += 2 * direction_dtype(group, param).itemsize
     kept = storage.average_dtype(param)
     average = 0 if kept is None else kept.itemsize
-    return ElementBytes(master, moments, average, moved + 2 * average)
+    scales = 0.0
+    if storage.quantizes(param):
+        scales = 4 / GROUP * sum(state.is_moment for state in states)
+    held = master + moments + average
+    host_step = streamed(held)
+    if not algorithm.steps_matrices:
+        read = kind != MASTER
+        host_step = stepped_on_host(held, gradient, weight, read=read, scales=scales)
+    return ElementBytes(master, moments, average, moved + 2 * average, host_step)
 
 
 _Item = Tensor | tuple[str, Tensor]
@@ -293,6 +308,10 @@ def estimate(
     ) -> RankBytes:
         by_kind = list(zip(shares.elements, elements, strict=True))
         states = ((kind.master + kind.moments + kind.average) * n for kind, n in by_kind)
+        crossing = (
+            round(on_host * sum(kind.host_step[part] * n for kind, n in by_kind))
+            for part in range(len(Crossing._fields))
+        )
         return RankBytes(
             elements=sum(elements),
             weights=weights + shares.weights,
@@ -302,6 +321,7 @@ def estimate(
             averages=sum(kind.average * n for kind, n in by_kind),
             steps=STEP * tensors,
             host=round(on_host * sum(states)),
+            host_step=Crossing(*crossing),
             moved=sum(kind.moved * n for kind, n in by_kind) + 2 * beside,
             sent=sent * (world_size - 1) // world_size,
             newton_schulz_flops=flops,

@@ -1,6 +1,9 @@
 """Which of an optimizer's parameters the CPU back end steps, and the order of their copies."""
 
+import functools
 import logging
+import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,6 +104,8 @@ class HostSteps(PlacedStates):
                 number, filled = number + 1, 0
             filled += local.nbytes
             buckets[id(need.param)] = Apart(True, number)
+        if buckets and torch.get_num_threads() == 1 < (cores := len(os.sched_getaffinity(0))):
+            _warn_of_one_thread(cores)
         return buckets
 
     def _staging_bytes(self) -> int:
@@ -163,3 +168,12 @@ class HostSteps(PlacedStates):
             up.wait(end)
         if begun:
             built.plan.renew_marks()
+
+
+@functools.cache  # says it once
+def _warn_of_one_thread(cores: int) -> None:
+    warnings.warn(
+        f"one of {cores} cores steps the states on the host: set OMP_NUM_THREADS, which torchrun "
+        f"sets to 1, or call torch.set_num_threads, or choose offload_step='mapped'",
+        stacklevel=2,
+    )

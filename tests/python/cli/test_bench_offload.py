@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+from typing import ClassVar
 
 import pytest
 import torch
 
+from torchopt_ext import FusedAdamW
 from torchopt_ext.cli import bench_offload, bench_runs
 
 pytestmark = pytest.mark.newest_torch
@@ -29,7 +31,21 @@ def gpu(monkeypatch, params_on_gpu):
         torch.cuda, "stream", lambda stream: used.append(stream) or contextlib.nullcontext()
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(bench_offload, "FusedAdamW", Mapped)
+    Mapped.built, Mapped.asked = [], []
     return used
+
+
+class Mapped(FusedAdamW):
+    """Notes which paths it is asked for, and steps mapped."""
+
+    built: ClassVar[list[FusedAdamW]]
+    asked: ClassVar[list[str]]
+    offload_step = property(lambda self: "mapped", lambda self, path: self.asked.append(path))
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.built.append(self)
 
 
 HELD = pytest.mark.parametrize(
@@ -57,7 +73,7 @@ def test_without_a_gpu_it_says_what_needs_one(run, options, element):
 
 
 @HELD
-def test_with_a_gpu_it_measures_link_host_and_both_steps(run, gpu, options, element):
+def test_with_a_gpu_it_measures_link_host_and_all_steps(run, gpu, options, element):
     found = json.loads(run(*SMALL, *options, "--json"))
     assert found["bytes_on_host"] == element * ELEMENTS
     assert [*found["bytes_per_second"]] == [
@@ -71,25 +87,19 @@ def test_with_a_gpu_it_measures_link_host_and_both_steps(run, gpu, options, elem
         bench_offload.BESIDE,
     ]
     assert all(rate > 0 for rate in found["bytes_per_second"].values())
-    assert [*found["steps"]] == [bench_offload.ON_GPU, bench_offload.MAPPED]
+    assert [*found["steps"]] == [bench_offload.ON_GPU, *bench_offload.PATHS.values()]
     assert len(set(gpu)) == 2  # one stream a direction
     shown = " ".join(run(*SMALL, *options).split())
     assert bench_offload.NEEDS_GPU not in shown
 
 
-def test_the_mapped_step_has_its_states_on_the_host(gpu, monkeypatch):
-    built = []
-    optimizer_class = bench_offload.FusedAdamW
-
-    def build(*args, **options):
-        built.append(optimizer_class(*args, **options))
-        return built[-1]
-
-    monkeypatch.setattr(bench_offload, "FusedAdamW", build)
-    for placed in ({}, {"state_device": "cpu"}):
-        step = bench_offload.step_of([torch.empty(30, device="meta")], torch.device("cpu"), placed)
-        assert step() > 0
-    assert [optimizer.host_bytes for optimizer in built] == [0, 240]
+def test_each_path_steps_the_states_on_the_host(gpu):
+    like = [torch.empty(30, device="meta")]
+    steps = bench_offload.steps_of(like, torch.device("cpu"), {})
+    assert all(step() > 0 for step in steps.values())
+    assert [optimizer.host_bytes for optimizer in Mapped.built] == [0, 240]
+    assert Mapped.asked == [*bench_offload.PATHS] == ["mapped", "staged", "host"]
+    assert [optimizer.control.steps for optimizer in Mapped.built] == [1, 6]
 
 
 def test_bytes_are_counted_once_for_each_direction(gpu):
@@ -118,14 +128,14 @@ def test_copies_go_both_ways(gpu, monkeypatch):
 
 
 def test_one_sentence_says_what_a_user_gains_and_pays():
-    steps = {
-        bench_offload.ON_GPU: {"median": 5.1e-3},
-        bench_offload.MAPPED: {"median": 57.25e-3},
-    }
-    assert bench_offload.verdict({"steps": steps, "bytes_on_host": 3e9}) == (
-        "state_device='cpu' takes 3.00 GB out of the GPU's memory, and clipping and a step then "
-        "take 57.2 ms instead of 5.10 ms."
-    )
+    for times, path in (((57.25e-3, 60e-3, 81e-3), "mapped"), ((90e-3, 57.25e-3, 81e-3), "staged")):
+        steps = {bench_offload.ON_GPU: {"median": 5.1e-3}}
+        for label, median in zip(bench_offload.PATHS.values(), times, strict=True):
+            steps[label] = {"median": median}
+        assert bench_offload.verdict({"steps": steps, "bytes_on_host": 3e9}) == (
+            "state_device='cpu' takes 3.00 GB out of the GPU's memory, and clipping and a step "
+            f"then take 57.2 ms with offload_step='{path}' instead of 5.10 ms."
+        )
 
 
 def test_rejected(fails, monkeypatch):

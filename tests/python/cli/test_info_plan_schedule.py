@@ -11,6 +11,7 @@ import sys
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,8 +158,9 @@ def test_plan_of_very_many_ranks(run):
     assert re.search(r"\nbalanced +9,\d{3},\d{3},\d{3} +10,0\d\d,\d{3},\d{3} +\+0\.\d%\n", shown)
 
 
-def as_printed(rank: RankBytes) -> dict[str, int]:
-    return asdict(rank) | {"held": rank.held, "on_device": rank.on_device}
+def as_printed(rank: RankBytes) -> dict[str, Any]:
+    added = {"held": rank.held, "on_device": rank.on_device}
+    return asdict(rank) | added | {"host_step": rank.host_step._asdict()}
 
 
 @pytest.mark.parametrize(
@@ -294,11 +296,71 @@ def test_plan_of_muon_beside_another_algorithm(run):
         assert rank["moments"] == 4 * (elements + rows + states * rest)
 
 
-def test_plan_with_states_on_the_host(run):
-    args = ["--params", "1e9", "--dtype", "bf16", "--master-weights", "fp32", "--world-size", "1"]
-    on_host = run("plan", *args, "--state-device", "cpu", "--link", "55")
-    assert "ddp: 12.0 GB of states on the host, 4.00 GB on the GPU" in on_host
-    assert f"{12e3 / 55:.0f}" in on_host  # ms
+LAYOUTS = {  # options of 1e9 elements; GB each way, and down, up, memory, buffers of a host step
+    "fp32 masters": ("bf16 --master-weights fp32", 12, (2, 2, 32, 4)),
+    "remainder": ("bf16 --master-weights remainder", 10, (4, 2, 32, 4)),
+    "8 bits": (
+        *("bf16 --master-weights remainder8 --state-dtype int8", 3),
+        (4.125, 2.125, 18.5, 4.125),
+    ),
+    "fp32": ("fp32", 8, (8, 4, 40, 8)),
+    "fp32, 8 bits": ("fp32 --state-dtype int8", 2, (8.125, 4.125, 28.5, 8.125)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("link", "host"), [(25, 500), (55, 77), (55, 200)])
+def test_plan_of_paths_for_states_on_the_host(run, layout, link, host):
+    """Formula by formula: what moves over the link and in the host's memory, and the slower."""
+    options, each_way, step = LAYOUTS[layout]
+    args = ["--params", "1e9", "--world-size", "1", "--dtype", *options.split()]
+    args += ["--state-device", "cpu", "--link", str(link), "--host-bandwidth", str(host)]
+    for fraction in (1, 0.25):
+        of = ["--state-fraction", str(fraction)]
+        found = json.loads(run("plan", *args, *of, "--json"))["shardings"]["ddp"]
+        (rank,) = found["ranks"]
+        # The last tensor is of one dimension, and keeps fp32 moments.
+        assert rank["host"] == pytest.approx(each_way * 1e9 * fraction, rel=1e-5)
+        down, up, memory, _ = step
+        assert [*rank["host_step"]] == ["down", "up", "memory", "buffers"]
+        assert [*rank["host_step"].values()] == pytest.approx(
+            [part * 1e9 * fraction for part in step], rel=1e-5
+        )
+        streamed = fraction * max(each_way / link, 2 * each_way / host)
+        by_cpu = fraction * max(max(down, up) / link, memory / host)
+        assert found["offload_seconds"] == pytest.approx(
+            {"mapped": streamed, "staged": streamed, "host": by_cpu}, rel=1e-5
+        )
+        assert found["fastest"] == ("host" if by_cpu < streamed else "mapped")
+
+
+def test_plan_shows_the_paths(run):
+    args = ["plan", "1B", "--world-size", "1", "--dtype", "bf16", "--master-weights", "fp32"]
+    args += ["--state-device", "cpu"]
+
+    def cells(*options):
+        shown = run(*args, *options)
+        return shown[shown.index("States on the host") :].split("ddp")[1].splitlines()[0].split()
+
+    held = ["12.0", "4.00", "2.00", "2.00", "4.00"]
+    assert cells() == held
+    assert cells("--link", "55") == [*held, "218"]
+    assert cells("--link", "55", "--host-bandwidth", "200") == [*held, "218", "160", "host"]
+    assert cells("--link", "55", "--host-bandwidth", "77") == [*held, "312", "416", "mapped"]
+
+
+def test_steps_on_the_host_leave_muons_matrices_mapped(run):
+    args = ["plan", "--shapes", "gpt2", "--world-size", "1", "--state-device", "cpu", "--json"]
+    elements = sum(s * n for s, n in GPT2_MATRICES)
+    rest = 124_439_808 - elements
+    for options, momentum in (((), 4), (("--state-dtype", "int8", "--fp32-moments", ""), 1)):
+        found = json.loads(run(*args, "--algorithm", "muon", *options))
+        step = found["shardings"]["ddp"]["ranks"][0]["host_step"]
+        if not options:
+            assert step["memory"] == 2 * momentum * elements + 2 * (8 + 12) * rest
+        assert step["down"] >= momentum * elements + 8 * rest
+        assert step["down"] <= momentum * elements + 8.125 * rest
+        assert step["buffers"] <= 8.125 * rest
 
 
 def test_plan_of_muon_for_a_model(run, monkeypatch):
@@ -452,6 +514,7 @@ def test_plan_rejects(fails, tmp_path, monkeypatch):
         ("--shapes gpt2 --algorithm muon --rest normuon", "invalid choice: 'normuon'"),
         ("7B --link 55", "--link needs --state-device cpu or --gpu-memory"),
         ("7B --host-memory 64", "--host-memory needs --gpu-memory"),
+        ("7B --state-device cpu --host-bandwidth 64", "--host-bandwidth needs --link"),
         ("7B --gpu-memory 24 --plot x.png", "leave out --gpu-memory"),
         ("--shapes gpt2 --rest lion", "--rest needs --algorithm muon"),
         ("--shapes gpt2 --not-muon wte", "--not-muon needs --algorithm muon"),

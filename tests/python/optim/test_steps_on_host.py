@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from torchopt_ext import FusedAdamW, FusedMuon
 from torchopt_ext.optim import bandwidths as bandwidths_module
 from torchopt_ext.optim import forward_overlap, host_steps
-from torchopt_ext.optim.bandwidths import Bandwidths
+from torchopt_ext.optim.bandwidths import Bandwidths, Crossing, stepped_on_host, streamed
 from torchopt_ext.optim.host_step import HostStep
 
 from ...support.compare import bits, snapshot
@@ -200,6 +201,46 @@ def test_an_optimizer_without_overlap_returns_when_weights_are_under_way(late: L
     ]
 
 
+# Bytes each way, of gradient and weight, and of the host's memory if the CPU steps weights that it
+# keeps a copy of; and ms of 1e9 elements, streamed and stepped by the CPU, by GB/s of that memory.
+TIMES: dict[float, dict[tuple[float, float, float], dict[int, tuple[int, int]]]] = {
+    25: {
+        (12, 2, 32): {50: (480, 640), 77: (480, 416), 200: (480, 160), 500: (480, 80)},
+        (10, 2, 30): {50: (400, 600), 77: (400, 390), 200: (400, 150), 500: (400, 80)},
+        (3.125, 2, 16.25): {50: (125, 325), 77: (125, 211), 200: (125, 81), 500: (125, 80)},
+        (2.125, 4, 24.25): {50: (85, 485), 77: (85, 315), 200: (85, 160), 500: (85, 160)},
+    },
+    55: {
+        (12, 2, 32): {50: (480, 640), 77: (312, 416), 200: (218, 160), 500: (218, 64)},
+        (10, 2, 30): {50: (400, 600), 77: (260, 390), 200: (182, 150), 500: (182, 60)},
+        (8, 4, 36): {50: (320, 720), 77: (208, 468), 200: (145, 180), 500: (145, 73)},
+        (3.125, 2, 16.25): {50: (125, 325), 77: (81, 211), 200: (57, 81), 500: (57, 36)},
+        (2.125, 4, 24.25): {50: (85, 485), 77: (55, 315), 200: (39, 121), 500: (39, 73)},
+    },
+    450: {
+        (12, 2, 32): {50: (480, 640), 77: (312, 416), 200: (120, 160), 500: (48, 64)},
+        (10, 2, 30): {50: (400, 600), 77: (260, 390), 200: (100, 150), 500: (40, 60)},
+        (3.125, 2, 16.25): {50: (125, 325), 77: (81, 211), 200: (31, 81)},
+    },
+}
+
+
+def test_seconds_of_both_paths() -> None:
+    for link, layouts in TIMES.items():
+        for (states, gradient, memory), times in layouts.items():
+            for host, expected in times.items():
+                rates = Bandwidths(link, host)
+                on_host = Crossing(gradient, gradient, memory, 0)
+                found = (rates.seconds(streamed(states)), rates.seconds(on_host))
+                assert [1e12 * s for s in found] == pytest.approx(expected, abs=0.6)
+    # This package's steps bring the weights over with the gradients, if they have no fp32 master.
+    assert stepped_on_host(12, 2, 2, read=False) == (2, 2, 32, 4)
+    assert stepped_on_host(10, 2, 2, read=True) == (4, 2, 30 + 2, 4)
+    assert stepped_on_host(8, 4, 4, read=True) == (8, 4, 36 + 4, 8)
+    # Scales stay on the GPU, so the 0.125 bytes of theirs cross, too.
+    assert stepped_on_host(3, 2, 2, read=True, scales=0.125) == (4.125, 2.125, 18.5, 4.125)
+
+
 @pytest.mark.parametrize(
     ("link", "host", "layout", "faster"),
     [
@@ -247,6 +288,31 @@ def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = bandwidths_module.bandwidths(torch.device("cpu"))
     assert min(first) > 0.01 and bandwidths_module.bandwidths(torch.device("cpu")) is first
     bandwidths_module.bandwidths.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "path", "warned"),
+    [
+        (1, 8, "host", ["one of 8 cores steps the states on the host: set OMP_NUM_THREADS"]),
+        (2, 8, "host", []),
+        (1, 1, "host", []),
+        (1, 8, "mapped", []),
+    ],
+)
+def test_one_thread_on_many_cores_is_named_once(
+    threads: int, cores: int, path: str, warned: list[str], late: LateStreams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    host_steps._warn_of_one_thread.cache_clear()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    torch.set_num_threads(threads)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer = built(late, "fp32", state_device="cpu", offload_step=path)[1]
+            train(optimizer, range(2))
+    found = [str(each.message) for each in seen if "one of" in str(each.message)]
+    assert [text.partition(",")[0] for text in found] == warned
 
 
 @pytest.mark.parametrize("value", ["host", "auto"])
