@@ -214,6 +214,9 @@ def advice(fits: list[Fit], options: Any) -> str:
     if first.state_fraction:
         place = ", state_device='cpu'"
         place += f", state_fraction={first.state_fraction:g}" if first.state_fraction < 1 else ""
+    if options.ema_decay is not None:
+        place += f", ema_decay={options.ema_decay:g}"
+        place += f", ema_dtype={options.ema_dtype!r}" if options.ema_dtype else ""
     made = f"{CLASSES[options.algorithm]}(params{first.setting.arguments}{place})"
     over = f" over {first.setting.dtype} weights" if first.setting.dtype else ""
     text = f"The first row is {made}{over}."

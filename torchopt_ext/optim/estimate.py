@@ -134,14 +134,15 @@ def element_bytes(
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
     moments = sum(dtype.itemsize for dtype in storage.entries(param, states).values())
-    # With an fp32 master a step writes the parameter but does not read it.
-    weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
-    moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments
+    read = master if kind == MASTER else weight + master  # with fp32 masters no parameter is read
+    moved = (2 if norm else 1) * gradient + read + weight + master + 2 * moments
     if algorithm.steps_matrices:
         moved += 2 * direction_dtype(group, param).itemsize
-    kept = storage.average_dtype(param)
-    average = 0 if kept is None else kept.itemsize
-    return ElementBytes(master, moments, average, moved + 2 * average)
+    average = 0
+    if (kept := storage.average_dtype(param)) is not None:
+        average = kept.itemsize
+        moved += read + 2 * average  # in a kernel after pass B (csrc/cuda/average.h)
+    return ElementBytes(master, moments, average, moved)
 
 
 _Item = Tensor | tuple[str, Tensor]

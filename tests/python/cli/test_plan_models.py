@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from torchopt_ext.cli import arguments, fits, tensors
 from torchopt_ext.cli.fits import SETTINGS
 from torchopt_ext.optim.estimate import SHARDINGS, estimate
+from torchopt_ext.optim.options import EmaDtype
 from torchopt_ext.state.algorithms import ALGORITHMS, NAMES
 from torchopt_ext.state.storage import DTYPE_NAMES, MASTER_WEIGHTS
 
@@ -23,6 +25,7 @@ def test_the_parsers_choices_are_those_of_the_package():
     of_matrices = [name for name, of in NAMES.items() if ALGORITHMS[of].steps_matrices]
     assert [*arguments.OF_MATRICES] == of_matrices
     assert arguments.MASTERS == (*MASTER_WEIGHTS,)
+    assert {*arguments.AVERAGES} <= {*get_args(get_args(EmaDtype)[1])}
     assert arguments.FLOATS == (*tensors.DTYPES,)
     assert {*arguments.MOMENTS} <= {*DTYPE_NAMES}
     assert {*fits.CLASSES} == {*NAMES}

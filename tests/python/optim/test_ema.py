@@ -602,4 +602,4 @@ def test_estimate_counts_averages(kind: str) -> None:
     (plain,) = type(optimizer).estimate(params, algorithm=kind.lower())
     assert rank.averages == optimizer.state[params[0]][EMA].nbytes
     assert rank.held - plain.held == rank.averages
-    assert rank.moved - plain.moved == 2 * rank.averages
+    assert rank.moved - plain.moved == 2 * rank.averages + params[0].nbytes
