@@ -4,8 +4,7 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import is_
 from typing import Any, Self
@@ -28,6 +27,7 @@ from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import expect_dict, undone_if_raised
 from torchopt_ext.zero import state as zero_state
+from torchopt_ext.zero.averages import AveragesOfRanks
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.join import SteppingHook, share
@@ -58,7 +58,7 @@ from torchopt_ext.zero.whole import WholeTensors
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(AveragesOfRanks, HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
@@ -416,8 +416,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
     skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
-    ema_decay = of_whole_steps("ema_decay")
-    """The decay of the local FusedOptimizer's averages. Set it on all ranks."""
 
     @bounded
     @torch.no_grad()
@@ -434,24 +432,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self.wait_for_params()
         self.local.refresh_masters(from_)
         self._consolidated = None
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Works like :meth:`torchopt_ext.FusedAdamW.ema_weights`. Call it on all ranks."""
-        self.wait_for_params()
-        fused = self.local.fused
-        fused._expect_averages()
-        try:
-            with fused.ema_weights():
-                self._return_weights()
-                yield
-        finally:  # also after an error in the block
-            self._return_weights()
-
-    @bounded
-    def _return_weights(self) -> None:
-        self.partition.send_updates()
-        self.wait_for_params()
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the parameters of modules, such as layers, have arrived.
