@@ -14,6 +14,7 @@ ELSEWHERE = {
         "skip_nonfinite": "skip_nan skip_inf skip_overflow check_overflow check_for_nan_in_grad",
         "master_weights": "fp32_master_weights keep_master_weights master_dtype",
         "state_dtype": "optim_bits exp_avg_dtype momentum_dtype optim_states_dtype quantize",
+        "ema_decay": "ema ema_weights use_ema",
         "stochastic_rounding": "bf16_stochastic_round use_stochastic_rounding",
     }.items()
     for name in names.split()

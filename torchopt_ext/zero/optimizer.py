@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext._arguments import having_defaults, restored_if_raised
+from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import StepProgress
@@ -143,6 +143,7 @@ class ZeroRedundancyOptimizer(AveragesOfRanks, HookedStep, Optimizer, Joinable):
                 constructor, defaults = plain_class(optimizer_class, defaults, overlap_with_ddp)
                 if overlap_with_ddp:  # the local optimizer is built in backward
                     settings = settings_in_backward(constructor, defaults)
+                expect_params(params)
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, settings)
                 Joinable.__init__(self)
