@@ -1,12 +1,12 @@
 """The command line: python -m torchopt_ext COMMAND ..."""
 
 import contextlib
-import difflib
 import importlib
 import io
 import os
 import sys
 
+from torchopt_ext._names import did_you_mean
 from torchopt_ext.cli.arguments import PARSERS
 from torchopt_ext.cli.terminal import CommandError, Terminated, quiet, shown_on_terminal
 
@@ -67,9 +67,8 @@ def _run(name: str, args: list[str]) -> int:
         print(importlib.import_module("torchopt_ext").__version__)
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        print(f"torchopt_ext: there is no command {name}: {hint}", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS, {}) or f"; expected one of {', '.join(COMMANDS)}"
+        print(f"torchopt_ext: there is no command {name!r}{hint}", file=sys.stderr)
         return 2
     with contextlib.suppress(OSError):  # the current folder may be gone
         if os.getcwd() not in sys.path and "" not in sys.path:  # as with python -m

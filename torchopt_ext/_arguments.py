@@ -1,6 +1,5 @@
 """Checks of arguments. The messages name the argument and show its value."""
 
-import difflib
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -123,29 +122,3 @@ def expect_group(process_group: Any, name: str = "process_group") -> None:
         f"{name} is {process_group!r:.200}, expected a torch.distributed.ProcessGroup that "
         f"has this rank"
     )
-
-
-_ELSEWHERE = {
-    name: ours
-    for ours, names in {
-        "max_grad_norm": "clip_grad_norm max_norm grad_clip clip_grad gradient_clipping clipping "
-        "gradient_clip_val clip_value clip_threshold clip clipnorm clip_norm global_clipnorm "
-        "max_gradient_norm max_norm_grad",
-        "lr": "learning_rate",
-        "weight_decay": "wd",
-        "skip_nonfinite": "skip_nan skip_inf skip_overflow check_overflow check_for_nan_in_grad",
-        "master_weights": "fp32_master_weights keep_master_weights master_dtype",
-        "state_dtype": "optim_bits exp_avg_dtype momentum_dtype optim_states_dtype quantize",
-        "stochastic_rounding": "bf16_stochastic_round use_stochastic_rounding",
-    }.items()
-    for name in names.split()
-}
-"""Arguments by what torch, apex, bitsandbytes, torchao, Megatron and trainers call them."""
-
-
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Returns a question for the end of a message about an unknown argument, or ""."""
-    known = list(valid)
-    near = [ours for ours in [_ELSEWHERE.get(name)] if ours in known]
-    near += difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

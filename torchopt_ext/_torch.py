@@ -39,6 +39,13 @@ def drop_compiled_code() -> None:
         torch.compiler.reset()
 
 
+def _runs_eagerly(function: Any) -> str:
+    return (
+        f"an optimizer runs eagerly: call {function.__name__}() outside of the compiled function, "
+        "or compile without fullgraph=True"
+    )
+
+
 def run_eagerly(function: _Function) -> _Function:
     """Excludes ``function``, and what it calls, from the graphs of torch.compile.
 
@@ -49,11 +56,21 @@ def run_eagerly(function: _Function) -> _Function:
     marked: Any = function
     _eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = (
-        "an optimizer runs eagerly: call step() outside of the compiled function, or compile "
-        "without fullgraph=True"
-    )
+    marked._torchdynamo_disable_msg = _runs_eagerly(function)
     return function
+
+
+def explain_whole_graph(function: Any) -> None:
+    """Says what to do in the error of torch.compile(function, fullgraph=True).
+
+    torch lists there why it skipped frames, but does not look at those that are marked to be.
+    torch 2.11 has neither the error nor the list.
+    """
+    if (frames := sys.modules.get("torch._dynamo.eval_frame")) is None:
+        return
+    reasons = getattr(frames.dynamo_tls, "skip_reasons", None)
+    if reasons is not None and (reason := _runs_eagerly(function)) not in reasons:
+        reasons.append(reason)
 
 
 # ---- torch.optim.Optimizer: hooks can be registered by public functions, but not fired -----------

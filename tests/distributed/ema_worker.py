@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.compare import assert_same_bits
 from tests.support.ranks import full_tensor, gathered, run_cases
@@ -130,6 +132,61 @@ def assert_whole_averages_load() -> None:
     assert_same_bits(whole(averages(optimizer, model.parameters())), source.values())
 
 
+def sources(model: nn.Module) -> dict[str, tuple[Any, list[Tensor]]]:
+    """State dicts of averages, the same on all ranks, and the averages in them."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [p.shape for p in model.parameters()]
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    named = dict(zip(dict(model.named_parameters()), made, strict=True))
+    torchs = AveragedModel(model_of(torch.float32))
+    torchs.module.load_state_dict(named)
+    return {
+        "name": (named, made),
+        "AveragedModel": (torchs.state_dict(), made),
+        "diffusers": ({"decay": 0.9, "shadow_params": made}, made),
+    }
+
+
+def assert_averages_of_others_load(partition: str, way: str) -> None:
+    """Each rank cuts its parts out of whole averages, and goes on as one process does."""
+    dtype, options = WAYS[way]
+    for name, (source, expected) in sources(model_of(dtype)).items():
+        alone, model = model_of(dtype), model_of(dtype)
+        one = FusedAdamW(alone.named_parameters(), **OPTIONS, **options)
+        optimizer = ZeroRedundancyOptimizer(
+            model.named_parameters() if name == "name" else model.parameters(),
+            optimizer_class=FusedAdamW, partition=partition, **OPTIONS, **options,
+        )  # fmt: skip
+        for run in ((alone, one), (model, optimizer)):
+            train(*run, 0)
+        one.load_ema(source)
+        optimizer.load_ema(source, None if name == "name" else model)
+        held = averages(one, alone.parameters())
+        assert_same_bits(held, [e.to(a.dtype) for e, a in zip(expected, held, strict=True)])
+        with optimizer.ema_weights():
+            assert_same_bits(model.parameters(), [average.to(dtype) for average in held])
+        for run in ((alone, one), (model, optimizer)):
+            train(*run, 1)
+        averaged = [average.to(dtype) for average in averages(one, alone.parameters())]
+        with optimizer.ema_weights():
+            assert_same_bits(model.parameters(), averaged)
+
+
+def assert_a_misfit_on_one_rank_changes_none(partition: str) -> None:
+    model = model_of(torch.float32)
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), optimizer_class=FusedAdamW, partition=partition, **OPTIONS
+    )
+    train(model, optimizer, 0)
+    source, _ = sources(model)["name"]
+    if dist.get_rank() == 1:
+        source["0.bias"] = torch.zeros(3)
+    kept = {p: state["ema_weight"].clone() for p, state in optimizer.state.items() if state}
+    with pytest.raises(ValueError, match=r"0.bias has shape \(3,\)"):
+        optimizer.load_ema(source)
+    assert_same_bits([optimizer.state[p]["ema_weight"] for p in kept], kept.values())
+
+
 def cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {"whole averages": assert_whole_averages_load}
     for way in WAYS:
@@ -144,6 +201,13 @@ def cases() -> dict[str, Callable[[], None]]:
             )
             run = partial(assert_as_in_one_process, lambda model: model, way, build, FusedAdamW)
             found[f"zero {partition}, {way}"] = run
+    for partition in ("greedy", "balanced"):
+        found[f"zero {partition}, misfit"] = partial(
+            assert_a_misfit_on_one_rank_changes_none, partition
+        )
+        for way in WAYS:
+            run = partial(assert_averages_of_others_load, partition, way)
+            found[f"zero {partition}, averages of others, {way}"] = run
     muon = partial(assert_as_in_one_process, fsdp2, "fp32", FusedMuon, FusedMuon)
     return found | {"fsdp2, Muon": muon}
 

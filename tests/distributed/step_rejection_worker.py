@@ -23,7 +23,7 @@ from zero_common import parameters
 from tests.support.compare import contents, difference
 from tests.support.problems import params_of, set_gradients
 from tests.support.ranks import gathered, run_cases
-from torchopt_ext import FusedAdamW
+from torchopt_ext import FusedAdamW, GradScaler
 from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import rejection
 from torchopt_ext.zero import ZeroRedundancyOptimizer
@@ -269,6 +269,37 @@ def known_later() -> None:
     assert len(set(gathered(float(control.grad_norm)))) == 1
 
 
+def scales_differ_later() -> None:
+    """A gradient scaler on the rejecting rank learns nothing of the step that the other skips."""
+    params, rejects = parameters(), dist.get_rank() == 1
+    optimizer = FusedAdamW(params, max_grad_norm=1.0, process_group=dist.new_group())
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    set_gradients(params)
+    if rejects:
+        spoil(optimizer, params, "sparse")
+    with as_on_a_gpu():
+        error, _ = outcome(lambda: scaler.step(optimizer))
+        assert bool(error) == rejects
+        outcome(scaler.update)
+    assert gathered(scaler.get_scale()) == [4.0, 8.0]
+
+
+def adapted_scales_differ_later() -> None:
+    """The same without a scaler object: a rank that does not wait goes on with half the scale."""
+    params, rejects = parameters(), dist.get_rank() == 1
+    inner = FusedAdamW(params, lr=0.01)
+    scale = {"initial_scale": 8.0, "hysteresis": 1}
+    optimizer = FSDPadaptOptimizer(inner, grad_scal_cfg=scale, process_group=dist.group.WORLD)
+    optimizer.backward(torch.stack([param.square().sum() for param in params]).sum())
+    if rejects:
+        spoil(optimizer, params, "sparse")
+    with as_on_a_gpu():
+        error, _ = outcome(lambda: optimizer.step(wait=False))
+    assert bool(error) == rejects
+    assert gathered(float(optimizer.loss_scale)) == [4.0, 8.0]
+
+
 def of_zero_on_a_gpu(kind: str, fault: str, options: dict[str, Any]) -> None:
     with as_on_a_gpu():
         of_zero(kind, fault, options)
@@ -284,7 +315,12 @@ OURS = [
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    table: dict[str, Callable[[], None]] = {"later": known_later, "LBFGS": of_lbfgs}
+    table: dict[str, Callable[[], None]] = {
+        "later": known_later,
+        "scaler later": scales_differ_later,
+        "adapted later": adapted_scales_differ_later,
+        "LBFGS": of_lbfgs,
+    }
     for fault in ("", "frozen", "hook", "setting"):
         table[f"reducer, {fault}"] = partial(of_reducer, fault)
     for options in ({"parameters_as_bucket_view": True}, {"partition": "balanced"}):

@@ -423,6 +423,10 @@ def without_a_group() -> None:
     for call in (zero.step, zero.consolidate_state_dict, plain.step):
         with unchanged(zero, plain), raises(RuntimeError, "the process group was destroyed"):
             call()
+    with raises(RuntimeError, "the process group was destroyed"):
+        zero_over(parameters(), process_group=group)
+    with raises(TypeError, "params is a Linear module, expected parameters or param groups"):
+        zero_over(nn.Linear(2, 2))
     with raises((TypeError, ValueError), "rank 1 is not in") if is_last() else nullcontext():
         zero_over(parameters(), process_group=first)
     with raises(TypeError, "has this rank") if is_last() else nullcontext():

@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "torchopt_ext"
 # From the ground up. A room is a subpackage or a module; "" is the package's own __init__.py.
 FLOORS = [
-    {"_C", "_build_info"},
+    {"_C", "_build_info", "_names"},
     {"_arguments", "_library", "_torch", "ops"},
     {"state"},
     {"statedict"},

@@ -15,6 +15,7 @@ ALIKE = 1024
 """The number of matrices that a number of parameters stands for."""
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 MOMENTS = ("float32", "bfloat16", "int8")
+AVERAGES = ("float32", "bfloat16")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MASTERS = ("fp32", "remainder", "remainder8")
 ALGORITHMS = ("adam", "lion", "sgd", "muon", "adamw", "normuon")
@@ -122,6 +123,10 @@ def plan(args: list[str]) -> argparse.Namespace:
         "for none (embedding)",
     )
     command.add_argument(
+        "--ema-decay", type=float, metavar="D", help="keep averages of the weights (none)"
+    )
+    add_dtype(command, "--ema-dtype", AVERAGES, "dtype of the averages")
+    command.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
         default="adamw",
@@ -168,7 +173,7 @@ def plan(args: list[str]) -> argparse.Namespace:
         type=positive,
         metavar="GB",
         help="of a GPU: lists the settings that fit, fastest first, of those that the other "
-        "options leave open",
+        "options leave open; states lie on the host where less than 10%% of this were left",
     )
     command.add_argument(
         "--host-memory",
@@ -196,6 +201,8 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
         raise CommandError("--link needs --state-device cpu or --gpu-memory")
     if options.host_bandwidth and not options.link:
         raise CommandError("--host-bandwidth needs --link")
+    if options.ema_dtype and options.ema_decay is None:
+        raise CommandError("--ema-dtype needs --ema-decay")
     if options.host_memory and not options.gpu_memory:
         raise CommandError("--host-memory needs --gpu-memory")
     if options.gpu_memory and options.plot:

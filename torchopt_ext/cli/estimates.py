@@ -50,6 +50,8 @@ def estimates(
                     world_size=options.world_size,
                     grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
                     norm=not options.no_norm,
+                    ema_decay=options.ema_decay,
+                    ema_dtype=options.ema_dtype,
                     **storage,
                 )
             except CutMatricesError:

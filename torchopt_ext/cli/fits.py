@@ -18,6 +18,9 @@ from torchopt_ext.cli.terminal import WIDTH, CommandError, figures, size, table,
 from torchopt_ext.optim.estimate import RankBytes
 
 SHOWN = 12
+RESERVE = 0.1
+"""The share of a GPU that activations and buffers need at least, where nothing else is known."""
+TIGHT = f", and last, marked *, those that leave less than {RESERVE:.0%} of the GPU's memory"
 BANDWIDTH, LINK = 2000.0, 50.0
 """GB/s of a GPU's memory and of its link to the host, for the order where options do not say."""
 CLASSES = {
@@ -90,7 +93,10 @@ def settings(options: Any) -> list[Setting]:
 
 
 def search(source: Source, options: Any, done: Callable[[], None]) -> tuple[list[Fit], int]:
-    """Returns what fits, fastest first, and otherwise the fewest bytes that are missing."""
+    """Returns what fits, and otherwise the fewest bytes that are missing.
+
+    The fastest come first, and last those that leave less than the reserve.
+    """
     most = int(options.gpu_memory * 1e9)
     shardings = [options.sharding] if options.sharding else [*SHARDINGS]
     if options.world_size == 1 and not options.sharding:
@@ -121,15 +127,18 @@ def search(source: Source, options: Any, done: Callable[[], None]) -> tuple[list
                 fits.append(found)
     if not fits and not missing and problem is not None:
         raise problem
-    fits.sort(key=lambda each: (seconds(each, options), each.sent, -each.left))
+    # Times that are shown as equal are equal.
+    fits.sort(key=lambda each: (
+        is_tight(each, options), float(f"{seconds(each, options):.2e}"), each.sent, -each.left,
+    ))  # fmt: skip
     return fits, min(missing, default=0)
 
 
 def fit(sharding: str, setting: Setting, ranks: set[RankBytes], most: int, options: Any) -> Fit:
     """Returns how ranks fit, with no more states on the host than they must.
 
-    What ``--state-device`` and ``--state-fraction`` say is not changed. If a rank does not fit,
-    less than nothing is left.
+    They leave the reserve where the host has room. What ``--state-device`` and ``--state-fraction``
+    say is not changed. If a rank does not fit, less than nothing is left.
 
     Args:
         ranks: their bytes with all states on the host, or those of ``--state-fraction``.
@@ -138,8 +147,13 @@ def fit(sharding: str, setting: Setting, ranks: set[RankBytes], most: int, optio
     if options.state_device:
         fraction = options.state_fraction or 1.0
     else:
-        shares = [max(0, rank.held - most) / (rank.host or 1) for rank in ranks]
-        fraction = moved_there = min(1.0, math.ceil(100 * max(shares)) / 100)
+        least, wanted = (
+            max(max(0, rank.held - limit) / (rank.host or 1) for rank in ranks)
+            for limit in (most, most - int(RESERVE * most))
+        )
+        room = (options.host_memory or math.inf) * 1e9 / (max(rank.host for rank in ranks) or 1)
+        least, wanted = math.ceil(100 * least), math.ceil(100 * wanted)
+        fraction = moved_there = min(1.0, max(least, min(wanted, int(100 * min(1.0, room)))) / 100)
     on_gpu = max(rank.held - round(moved_there * rank.host) for rank in ranks)
     on_host = dict.fromkeys(paths.STREAMED, max(rank.host for rank in ranks))
     on_host[paths.HOST] = max(rank.host + int(rank.host_step.buffers) for rank in ranks)
@@ -172,6 +186,11 @@ def seconds(fit: Fit, options: Any) -> float:
     memory = fit.moved / (options.bandwidth or BANDWIDTH)
     sent = fit.sent / options.network if options.network else 0.0
     return max(memory / 1e9, fit.offload_seconds[fit.path]) + sent / 1e9
+
+
+def is_tight(fit: Fit, options: Any) -> bool:
+    """Returns whether a setting leaves less than the reserve."""
+    return fit.left < int(RESERVE * int(options.gpu_memory * 1e9))
 
 
 def as_json(source: Source, fits: list[Fit], missing: int, options: Any) -> dict[str, Any]:
@@ -213,14 +232,17 @@ def as_text(source: Source, fits: list[Fit], missing: int, options: Any) -> str:
             SHORT.get(dtype or "", "own"),
             masters or "",
             SHORT.get(moments or "", moments or "") + is_random * " random",
-            *(figures(n / scale) for n in (each.on_host, each.left, each.moved, each.sent)),
+            figures(each.on_host / scale),
+            figures(each.left / scale) + is_tight(each, options) * "*",
+            *(figures(n / scale) for n in (each.moved, each.sent)),
             *([figures(1e3 * seconds(each, options))] if timed else []),
             *([each.path if each.on_host else ""] if options.host_bandwidth else []),
         ])  # fmt: skip
+    tight = any(is_tight(each, options) for each in fits)
     text = (
-        f"These fit, fastest first. In {unit} on the rank that holds most: states on the host, "
-        f"memory left for activations and buffers, bytes that a step moves and that a training "
-        f"step sends" + ("; times in ms:" if timed else ":")
+        f"These fit, fastest first{tight * TIGHT}. In {unit} on the rank that holds most: states "
+        f"on the host, memory left for activations and buffers, bytes that a step moves and that "
+        f"a training step sends" + ("; times in ms:" if timed else ":")
     )
     lines += [*textwrap.wrap(text, WIDTH), ""]
     header += ["step"] * bool(timed) + ["path"] * bool(options.host_bandwidth)
@@ -237,6 +259,9 @@ def advice(fits: list[Fit], options: Any) -> str:
         place = ", state_device='cpu'"
         place += f", state_fraction={first.state_fraction:g}" if first.state_fraction < 1 else ""
         place += f", offload_step={first.path!r}" if first.path != paths.MAPPED else ""
+    if options.ema_decay is not None:
+        place += f", ema_decay={options.ema_decay:g}"
+        place += f", ema_dtype={options.ema_dtype!r}" if options.ema_dtype else ""
     made = f"{CLASSES[options.algorithm]}(params{first.setting.arguments}{place})"
     over = f" over {first.setting.dtype} weights" if first.setting.dtype else ""
     text = f"The first row is {made}{over}."

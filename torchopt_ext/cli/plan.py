@@ -31,8 +31,8 @@ from torchopt_ext.cli.terminal import (
 from torchopt_ext.optim.estimate import RankBytes, unevenness
 from torchopt_ext.state.storage import Storage
 
-HELD = ("weights", "gradients", "masters", "moments")
-COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8")
+HELD = ("weights", "gradients", "masters", "moments", "averages")
+COLORS = ("#b8b8b8", "#e08e45", "#5aa2d6", "#1b6ca8", "#8fbf6a")
 
 
 def main(options: Any) -> int:
@@ -155,10 +155,14 @@ def as_text(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any)
     if longest:
         unit_text += f", times in {time_unit}"
     lines += ["", f"{ranks_text}; {unit_text}:", ""]
-    columns = ["weights", "grads", "masters", "moments", "held", "moved", "sent"]
+    named = dict(zip(HELD, ("weights", "grads", "masters", "moments", "EMA"), strict=True))
+    if options.ema_decay is None:
+        del named["averages"]
+    cells = functools.partial(_cells, columns=[*named, "held", "moved", "sent"], scale=scale)
+    columns = [*named.values(), "held", "moved", "sent"]
     header = ["", *columns, *(key.removesuffix("_seconds") for key, _ in times["ddp"])]
     rows = [
-        [sharding, *cells(rank, scale), *(figures(per_second * t) for _, t in times[sharding])]
+        [sharding, *cells(rank), *(figures(per_second * t) for _, t in times[sharding])]
         for sharding, rank in most.items()
     ]
     lines.append(table(header, rows))
@@ -176,7 +180,7 @@ def as_text(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any)
         shares.append([title, f"{min(elements):,}", f"{max(elements):,}", uneven])
     lines += [table(["plan", "least", "most", "most to mean"], shares)]
     lines += ["", f"{options.sharding}, rank by rank, in {unit}:", ""]
-    rows, shown = [], {rank: cells(rank, scale) for rank in {*plans[options.sharding]}}
+    rows, shown = [], {rank: cells(rank) for rank in {*plans[options.sharding]}}
     for row, group in itertools.groupby(
         enumerate(shown[rank] for rank in plans[options.sharding]), key=lambda at: at[1]
     ):
@@ -232,9 +236,8 @@ def about_muon(plans: Plans) -> list[str]:
     return lines
 
 
-def cells(rank: RankBytes, scale: float) -> list[str]:
-    held = [getattr(rank, name) for name in HELD]
-    return [figures(count / scale) for count in (*held, rank.held, rank.moved, rank.sent)]
+def _cells(rank: RankBytes, columns: list[str], scale: float) -> list[str]:
+    return [figures(getattr(rank, name) / scale) for name in columns]
 
 
 def draw(name: str, plans: Plans, path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torchopt_ext.optim.averaged_weights import averages_in, reject_misfits
+from torchopt_ext.optim.averaged_weights import averages_in, fitting
 from torchopt_ext.optim.fused_optimizer import FusedOptimizer
 from torchopt_ext.state.params import params_of
 
@@ -47,7 +47,6 @@ class AveragesOfParts:
             ValueError: averages are missing or do not fit. Nothing has changed.
         """
         fused = self._fused()
-        found = averages_in(source, self._parameter_names(), params_of(*fused))
-        reject_misfits(found)
+        averages = fitting(averages_in(source, self._parameter_names(), params_of(*fused)))
         for optimizer in fused:
-            optimizer._take_averages(found)
+            optimizer._take_averages(averages)

@@ -131,18 +131,16 @@ class AveragedWeights(OverlappedStep):
         """
         self._expect_averages()
         found = averages_in(source, self._names(model), list(params_of(self)))
-        reject_misfits(found)
-        self._take_averages(found)
+        self._take_averages(fitting(found))
 
     @torch.no_grad()
-    def _take_averages(self, found: Mapping[Tensor, tuple[str, Tensor]]) -> None:
+    def _take_averages(self, averages: Mapping[Tensor, Tensor]) -> None:
         self._expect_averages()
         self._wait_for_states()
         self._init_states(lambda param: param.requires_grad)
         for param in params_of(self):
-            average = found[param][1]
-            if EMA in (state := self.state.get(param, {})) and _fits(average, param):
-                average = as_held(EMA, average, param)
+            if EMA in (state := self.state.get(param, {})) and param in averages:
+                average = as_held(EMA, averages[param], param)
                 local_tensor(state[EMA]).copy_(local_tensor(average))
 
     def _names(self, model: nn.Module | None) -> dict[Tensor, str]:
@@ -183,8 +181,12 @@ def averages_in(
     return {param: (name, source.get(prefix + unwrapped(name))) for param, name in named.items()}
 
 
-def reject_misfits(found: Mapping[Tensor, tuple[str, Any]]) -> None:
-    """Raises ValueError that lists the averages that are missing or do not fit."""
+def fitting(found: Mapping[Tensor, tuple[str, Any]]) -> dict[Tensor, Tensor]:
+    """Returns the averages: of all trained parameters, and of frozen ones that have one.
+
+    Raises:
+        ValueError: averages are missing or do not fit; lists them.
+    """
     problems = []
     for number, (param, (name, value)) in enumerate(found.items()):
         if not (param.requires_grad and is_steppable(param)):
@@ -199,10 +201,11 @@ def reject_misfits(found: Mapping[Tensor, tuple[str, Any]]) -> None:
             problems.append(f"{what} is {value.dtype} on {value.device}")
     if problems:
         raise ValueError("these averages do not fit: " + "; ".join(problems))
+    return {param: value for param, (_, value) in found.items() if _fits(value, param)}
 
 
 def _fits(value: Any, param: Tensor) -> bool:
-    """Returns whether a value can be a parameter's average: a frozen parameter may have none."""
+    """Returns whether a value can be a parameter's average."""
     if not isinstance(value, Tensor) or value.is_meta or value.shape != param.shape:
         return False
     return value.is_complex() == param.is_complex()

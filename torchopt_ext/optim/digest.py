@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchopt_ext._arguments import inner_optimizer
@@ -49,13 +49,16 @@ def digest(of: Optimizer | Iterable[Tensor]) -> Tensor:
         the order of the param groups, on the device of the first.
 
     Raises:
-        TypeError: ``of`` is one tensor, or an item is not a tensor.
+        TypeError: ``of`` is one tensor or a module, or an item is not a tensor.
         ValueError: a DTensor is cut in three dimensions after the first, or is not contiguous; or
             an optimizer keeps an entry of another kind.
         RuntimeError: a tensor has elements of another size, or has no memory.
     """
-    if isinstance(of, Tensor):
-        raise TypeError("of is a tensor, expected an optimizer or an iterable of tensors")
+    if isinstance(of, Tensor | nn.Module):
+        raise TypeError(
+            f"of is a {type(of).__name__}, expected an optimizer or an iterable of tensors, such "
+            f"as model.parameters()"
+        )
     arrays = list(_arrays_of(of) if hasattr(of, "param_groups") else _arrays(of))
     if not arrays:
         return torch.zeros(0, dtype=torch.int64)

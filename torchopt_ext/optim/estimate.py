@@ -141,22 +141,23 @@ def element_bytes(
     kind = storage.master_of(param)
     master = 0 if kind is None else MASTERS[kind].itemsize
     moments = sum(dtype.itemsize for dtype in storage.entries(param, states).values())
-    # With an fp32 master a step writes the parameter but does not read it.
-    weights_moved = weight + 2 * master if kind == MASTER else 2 * (weight + master)
-    moved = (2 if norm else 1) * gradient + weights_moved + 2 * moments
+    read = master if kind == MASTER else weight + master  # with fp32 masters no parameter is read
+    moved = (2 if norm else 1) * gradient + read + weight + master + 2 * moments
     if algorithm.steps_matrices:
         moved += 2 * direction_dtype(group, param).itemsize
-    kept = storage.average_dtype(param)
-    average = 0 if kept is None else kept.itemsize
+    average, averaging = 0, 0
+    if (kept := storage.average_dtype(param)) is not None:
+        average = kept.itemsize
+        averaging = read + 2 * average  # in a kernel after pass B (csrc/cuda/average.h)
     scales = 0.0
     if storage.quantizes(param):
         scales = 4 / GROUP * sum(state.is_moment for state in states)
     held = master + moments + average
     host_step = streamed(held)
     if not algorithm.steps_matrices:
-        read = kind != MASTER
-        host_step = stepped_on_host(held, gradient, weight, read=read, scales=scales)
-    return ElementBytes(master, moments, average, moved + 2 * average, host_step)
+        reads = kind != MASTER
+        host_step = stepped_on_host(held, gradient, weight, read=reads, scales=scales)
+    return ElementBytes(master, moments, average, moved + averaging, host_step)
 
 
 _Item = Tensor | tuple[str, Tensor]

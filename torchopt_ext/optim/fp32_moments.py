@@ -1,6 +1,5 @@
 """Chooses which parameters keep fp32 moments if others have 8-bit moments: ``fp32_moments``."""
 
-import difflib
 import gc
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._names import nearest
 from torchopt_ext.optim.embeddings import embeddings_of
 from torchopt_ext.optim.groups import params_matching
 
@@ -95,5 +95,5 @@ def _not_found(item: str | Tensor, names: dict[Tensor, list[str]]) -> str:
             f"fp32_moments has the pattern {item!r}, but the parameters have no names: give "
             "model.named_parameters()"
         )
-    nearest = difflib.get_close_matches(item, every, n=3, cutoff=0.0)
-    return f"fp32_moments: no parameter has a name with {item!r}; the nearest names are {nearest}"
+    near = nearest(item, every)
+    return f"fp32_moments: no parameter has a name with {item!r}; the nearest names are {near}"

@@ -18,7 +18,7 @@ from torchopt_ext.optim.averaged_weights import AveragedWeights
 from torchopt_ext.optim.casts import fp32_places, warn_of_casts
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
-from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params
+from torchopt_ext.optim.fp32_moments import fp32_params
 from torchopt_ext.optim.hooks import HookedStep, evaluate, run_hooks
 from torchopt_ext.optim.options import ASK_FOR_NORM, DECAY, DEFAULTS, StepOptions
 from torchopt_ext.optim.step import fused_step
@@ -150,8 +150,8 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             other = _holders.get(id(params))
             if other is None or not any(params is group["params"] for group in other.param_groups):
                 continue
-            known = other._beside_groups().items()
-            if missing := {name: value for name, value in known if value and not arguments[name]}:
+            known = other._beside_groups()
+            if missing := {name: known[name] for name in known if name not in arguments}:
                 calls = [name for name in missing if name.startswith("set_")]
                 way = f", and call {' and '.join(calls)} again" if calls else ""
                 raise ValueError(
@@ -550,22 +550,19 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         )
 
     def _beside_groups(self) -> dict[str, Any]:
-        """Returns the arguments for all groups and their values, as text where they are several."""
-        options = self.options
-        named = self._storage.state_dtype == torch.int8 and options.fp32_moments != EMBEDDINGS
-        return vars(options) | {
-            "fp32_moments": str(options.fp32_moments) if named else "",
-            "track": [*options.track],
-            "state_fraction": options.state_fraction if options.state_fraction != 1.0 else "",
-            "offload_step": options.offload_step if options.offload_step != "mapped" else "",
-            "set_schedule": self.has_schedule,
-            "set_loss_scale": self.has_loss_scale,
-        }
+        """Returns the arguments for all groups that are set, and their values."""
+        known = vars(self.options).items()
+        found = {name: value for name, value in known if value != DEFAULTS[name]}
+        if found.get("max_grad_norm") == 0:  # as None
+            del found["max_grad_norm"]
+        if self._storage.state_dtype != torch.int8:
+            found.pop("fp32_moments", None)
+        called = {"set_schedule": self.has_schedule, "set_loss_scale": self.has_loss_scale}
+        return found | {name: True for name, is_called in called.items() if is_called}
 
     def __repr__(self) -> str:
         """Returns torch's text and the arguments for all groups that are set."""
-        arguments = self._beside_groups().items()
-        lines = "".join(f"\n{name}: {value}" for name, value in arguments if value)
+        lines = "".join(f"\n{name}: {value}" for name, value in self._beside_groups().items())
         if warning := self._passed_over(params_of(self)):
             lines += f"\n{warning}"
         return super().__repr__().replace(" (", f" ({lines}", 1)

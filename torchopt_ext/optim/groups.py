@@ -1,6 +1,5 @@
 """Param groups of a model: which parameters decay, and by which factors learning rates differ."""
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchopt_ext._arguments import expect_numbers
+from torchopt_ext._names import nearest
 from torchopt_ext._torch import is_flat
 from torchopt_ext.optim.embeddings import EMBEDDING_CLASSES
 from torchopt_ext.state.entries import unwrapped
@@ -172,9 +172,9 @@ def expect_found(unfound: Sequence[str], names: Iterable[str]) -> None:
     """Raises ValueError if there are patterns that were found in no name."""
     if unfound:
         every = list(names)
-        nearest = {p: difflib.get_close_matches(p, every, n=3, cutoff=0.0) for p in unfound}
+        near = {pattern: nearest(pattern, every) for pattern in unfound}
         raise ValueError(
-            f"no parameter has a name with {unfound}; the nearest names are {nearest} (only "
+            f"no parameter has a name with {unfound}; the nearest names are {near} (only "
             f"no_decay also knows {list(KINDS)})"
         )
 

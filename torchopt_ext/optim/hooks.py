@@ -32,6 +32,7 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._context is not IDLE:  # a subclass has called super().step()
             return step(self, *args, **kwargs)
+        _torch.explain_whole_graph(step)
         self._context = amp_context(self) if self._given is None else self._given
         try:
             if self._context.nested:

@@ -14,12 +14,12 @@ from torch import Tensor
 from typing_extensions import Doc  # torch requires this package
 
 from torchopt_ext._arguments import (
-    did_you_mean,
     expect_bools,
     expect_counts,
     expect_group,
     expect_numbers,
 )
+from torchopt_ext._names import did_you_mean
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import DTYPE_NAMES, MasterWeights, StateDevice, StateDtype, Storage

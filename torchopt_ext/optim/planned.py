@@ -254,7 +254,8 @@ class PlannedStep(Controlled, Optimizer):
             return self._built.exchangers.groups
         try:
             return groups_of_shared(self)
-        except Exception:  # an unknown algorithm, which the step rejects: tell the same ranks
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # A group that no step takes, such as of an unknown algorithm: tell the same ranks.
             return self._last_exchange_groups
 
     @property

@@ -1,7 +1,6 @@
 """Logs what steps decided, to TensorBoard or to a function that takes a dict, without waiting."""
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -45,54 +44,57 @@ class StepLog:
         self._first_step, self._digest_every = first_step, digest_every
         self._optimizer = weakref.ref(optimizer)
         self._step, self._since = first_step, 0
-        self._clipped: Tensor | None = None  # clipped steps since the last values
+        # Since the last values: clipped steps, and steps that a graph has replayed.
+        self._counts = torch.zeros(2, dtype=torch.int64, device=optimizer.control.steps.device)  # type: ignore[attr-defined]
+        self._is_captured = False
         self._under_way: tuple[int, list[str], Tensor, Any] | None = None
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
-    def count_step(self) -> None:
-        """Counts a step in a CUDA graph, which runs no hooks; call it after each replay."""
-        if (optimizer := self._optimizer()) is not None:
-            self._count(optimizer)
-
     def flush(self) -> None:
-        """Writes the values that are still on their way from a GPU; waits for them."""
-        if self._under_way is not None:
-            step, names, values, copied = self._under_way
-            self._under_way = None
-            copied.synchronize()
-            self._write(step, names, values)
+        """Writes the values that are still on their way from a GPU; waits for them.
+
+        Replays of a CUDA graph run no hooks: afterwards this writes the values of the last replay.
+        """
+        self._write_sent()
+        if self._is_captured and (optimizer := self._optimizer()) is not None:
+            self._send(optimizer)
+            self._write_sent()
 
     def remove(self) -> None:
-        """Writes the values that are on their way, and stops the log."""
+        """Writes what :meth:`flush` does, and stops the log."""
         self.flush()
         self._handle.remove()
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if is_captured():
-            warnings.warn(
-                "a CUDA graph's replays run no hooks: call count_step() of the log that log_to "
-                "returned after each replay",
-                stacklevel=2,
-            )
-        else:
-            self._count(optimizer)
-
     @torch.no_grad()
-    def _count(self, optimizer: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         control = optimizer.control
         clipped = (control.clip_factor < 1.0) & (control.skip == 0.0)
-        self._clipped = clipped.long() if self._clipped is None else self._clipped + clipped
-        self._step, self._since = self._step + 1, self._since + 1
-        if self._since < self._every:
+        self._counts = moved(self._counts, clipped.device)
+        self._counts[0].add_(clipped)
+        if is_captured():
+            self._counts[1].add_(1)
+            self._is_captured = True
             return
-        self.flush()  # was copied an interval ago, so there is nothing to wait for
-        values = _values(optimizer) | {"clipped_share": self._clipped / self._since}
+        self._step, self._since = self._step + 1, self._since + 1
+        if self._since >= self._every:
+            self._write_sent()  # was copied an interval ago, so there is nothing to wait for
+            self._send(optimizer)
+
+    @torch.no_grad()
+    def _send(self, optimizer: Any) -> None:
+        if self._is_captured:
+            replayed = int(self._counts[1])
+            self._step, self._since = self._step + replayed, self._since + replayed
+        if self._since == 0:
+            return
+        values = _values(optimizer) | {"clipped_share": self._counts[0] / self._since}
         done = self._step - self._first_step
-        if self._digest_every is not None and done % self._digest_every == 0:
+        if self._digest_every is not None and done % self._digest_every < self._since:
             values["digest"] = digest(optimizer).sum() & _EXACT
-        self._clipped, self._since = None, 0
+        self._counts.zero_()
+        self._since = 0
         names = list(values)
-        device = control.steps.device
+        device = optimizer.control.steps.device
         joined = torch.stack(
             [moved(v.detach(), device).double().reshape(()) for v in values.values()]
         )
@@ -101,6 +103,13 @@ class StepLog:
             return
         if (sent := sent_to_host(joined)) is not None:
             self._under_way = self._step, names, *sent
+
+    def _write_sent(self) -> None:
+        if self._under_way is not None:
+            step, names, values, copied = self._under_way
+            self._under_way = None
+            copied.synchronize()
+            self._write(step, names, values)
 
     def _write(self, step: int, names: list[str], values: Tensor) -> None:
         pairs = zip(names, values.tolist(), strict=True)
@@ -138,8 +147,8 @@ def log_to(
       TensorBoard keeps its upper 24 bits.
 
     No step waits for a GPU: values are copied to pinned memory and written an interval later, the
-    last values by ``flush()``. Values that are NaN are left out. A captured CUDA graph's replays
-    run no hooks: call ``count_step()`` after each replay.
+    last values by ``flush()``. Values that are NaN are left out. Call ``flush()`` also after
+    replays of a captured CUDA graph, which run no hooks.
 
     Args:
         writer: an object with ``add_scalar(tag, value, step)``, or a function of a dict, in which
@@ -152,7 +161,7 @@ def log_to(
         digest_every: number of steps between digests, a multiple of ``every``; None for no digests.
 
     Returns:
-        A log with ``flush()``, ``remove()`` and ``count_step()``.
+        A log with ``flush()`` and ``remove()``.
 
     Raises:
         TypeError: the optimizer has no ``control``, the writer is neither an object with

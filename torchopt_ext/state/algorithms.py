@@ -1,6 +1,5 @@
 """The algorithms, as their headers in csrc/kernels declare them."""
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C
-from torchopt_ext._arguments import did_you_mean, expect_bools, expect_numbers
+from torchopt_ext._arguments import expect_bools, expect_numbers
+from torchopt_ext._names import did_you_mean
 from torchopt_ext.state.matrices import OPTIONAL, SETTINGS, check_settings
 
 
@@ -282,9 +282,9 @@ def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
     """
     name = group.get("algorithm", "adam")
     if name not in NAMES:
-        nearest = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.0)[0]
+        expected = ", ".join(map(repr, NAMES))
         raise ValueError(
-            f"there is no algorithm {name!r}, expected one of {', '.join(map(repr, NAMES))}; did "
-            f"you mean {nearest!r}?"
+            f"there is no algorithm {name!r}, expected one of {expected}"
+            + did_you_mean(str(name), NAMES)
         )
     return ALGORITHMS[NAMES[name]]

@@ -67,15 +67,18 @@ def use_device(group: Any, device: torch.device) -> None:
         _devices[group] = device
 
 
+DESTROYED = (
+    "the process group was destroyed: build another optimizer with a group that exists, and load "
+    "the saved state"
+)
+
+
 def comm_device(group: dist.ProcessGroup, at: torch.device = CPU) -> torch.device:
     """Returns the device for tensors that ``group`` sends: ``at`` if possible, else CPU or GPU."""
     try:
         backends = dist.get_backend_config(group)
     except (TypeError, ValueError) as error:  # torch does not know the group
-        raise RuntimeError(
-            "the process group was destroyed: build another optimizer with a group that exists, "
-            "and load the saved state"
-        ) from error
+        raise RuntimeError(DESTROYED) from error
     for device in (at, CPU):
         if f"{device.type}:" in backends:
             return device

@@ -6,7 +6,6 @@ The command line overrides the file, and the file overrides the defaults, as in 
 
 import contextlib
 import dataclasses
-import difflib
 import enum
 import functools
 import importlib
@@ -19,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from torchopt_ext._names import did_you_mean
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
@@ -131,10 +131,10 @@ def _unknown(key: str, settings: Mapping[str, Any]) -> str:
     if key in sections:
         return f"{key} is a section, expected one of its settings: {key}.<name>"
     last = key.rpartition(".")[2]
-    near = [name for name in settings if name.rpartition(".")[2] == last]
-    near += difflib.get_close_matches(key, [*sections, *settings, *RENAMED], n=1)
-    hint = f"did you mean {RENAMED.get(near[0], near[0])}?" if near else "--help lists all"
-    return f"there is no setting {key}: {hint}"
+    same = next((name for name in settings if name.rpartition(".")[2] == last), None)
+    elsewhere = RENAMED | ({} if same is None else {key: same})
+    hint = did_you_mean(key, [*sections, *settings], elsewhere) or "; --help lists all"
+    return f"there is no setting {key}{hint}"
 
 
 def _parsed(key: str, kind: Any, value: Any) -> Any:

@@ -8,12 +8,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext import ops
 from torchopt_ext.optim import FusedOptimizer, step
 from torchopt_ext.optim.agreement import agree_on_matrices
+from torchopt_ext.optim.averaged_weights import averages_in, fitting
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.embeddings import searched_once
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
@@ -354,6 +355,17 @@ class LocalOptimizer:
         optimizer._set_weights_and_state(
             (p.tensor, p.of(weight_of[p.param])) for p in self.parts if p.param in weight_of
         )
+
+    def load_ema(self, source: Mapping[str, Any], model: nn.Module | None) -> None:
+        """Cuts whole averages to this rank's parts, and continues with them."""
+        pairs = named_params(self.params) if model is None else model.named_parameters()
+        names = {param: name for name, param in pairs if isinstance(name, str)}
+        with fail_together(self.ranks.group):
+            self.fused._expect_averages()
+            averages = fitting(averages_in(source, names, params_of(self.params)))
+        with fail_together(self.ranks.group):
+            mine = [(part, averages[part.param]) for part in self.parts if part.param in averages]
+            self.fused._take_averages({part.tensor: part.of(whole) for part, whole in mine})
 
 
 def unwrap_partial(optimizer_class: Any, defaults: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -4,8 +4,7 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import is_
 from typing import Any, Self
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchopt_ext import _C
-from torchopt_ext._arguments import having_defaults, restored_if_raised
+from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import StepProgress
@@ -28,6 +27,7 @@ from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import expect_dict, undone_if_raised
 from torchopt_ext.zero import state as zero_state
+from torchopt_ext.zero.averages import AveragesOfRanks
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.join import SteppingHook, share
@@ -58,7 +58,7 @@ from torchopt_ext.zero.whole import WholeTensors
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(AveragesOfRanks, HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
@@ -143,6 +143,7 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
                 constructor, defaults = plain_class(optimizer_class, defaults, overlap_with_ddp)
                 if overlap_with_ddp:  # the local optimizer is built in backward
                     settings = settings_in_backward(constructor, defaults)
+                expect_params(params)
                 # The local optimizer adds its defaults to the groups, in its arguments' order.
                 Optimizer.__init__(self, params, settings)
                 Joinable.__init__(self)
@@ -416,8 +417,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
     """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
     skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
-    ema_decay = of_whole_steps("ema_decay")
-    """The decay of the local FusedOptimizer's averages. Set it on all ranks."""
 
     @bounded
     @torch.no_grad()
@@ -434,24 +433,6 @@ class ZeroRedundancyOptimizer(HookedStep, Optimizer, Joinable):
         self.wait_for_params()
         self.local.refresh_masters(from_)
         self._consolidated = None
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Works like :meth:`torchopt_ext.FusedAdamW.ema_weights`. Call it on all ranks."""
-        self.wait_for_params()
-        fused = self.local.fused
-        fused._expect_averages()
-        try:
-            with fused.ema_weights():
-                self._return_weights()
-                yield
-        finally:  # also after an error in the block
-            self._return_weights()
-
-    @bounded
-    def _return_weights(self) -> None:
-        self.partition.send_updates()
-        self.wait_for_params()
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the parameters of modules, such as layers, have arrived.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_ext.state.collective import waits_at_most
+from torchopt_ext.state.collective import DESTROYED, waits_at_most
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -33,7 +33,13 @@ class Ranks:
     @classmethod
     def of(cls, group: Any, timeout: timedelta | None = None) -> "Ranks":
         group = dist.group.WORLD if group is None else group
-        if (rank := dist.get_rank(group)) < 0:
+        try:
+            rank = dist.get_rank(group)
+        except ValueError as error:
+            if dist.is_initialized():
+                raise RuntimeError(DESTROYED) from error
+            raise
+        if rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group: build the optimizer on the "
                 f"ranks that new_group was given, and train with it only there"

@@ -129,6 +129,13 @@ def test_plan_prints_its_tables(run):
     )
 
 
+def test_plan_shows_averages(run):
+    args = ["--shapes", "2x1000", "--world-size", "1", "--ema-decay", "0.999"]
+    header, ddp = (run("plan", *args).splitlines()[n].split() for n in (5, 7))
+    shown = dict(zip(header, ddp[1:], strict=True))
+    assert (shown["EMA"], shown["held"], shown["moved"]) == ("8.00", "40.0", "88.0")
+
+
 @pytest.mark.parametrize("command", ["plan", "schedule"])
 def test_the_page_shows_what_is_printed(command, run):
     page = (ROOT / "docs/cli.md").read_text()
@@ -177,6 +184,8 @@ def as_printed(rank: RankBytes) -> dict[str, Any]:
         ("--algorithm lion", {"algorithm": "lion"}),
         ("--algorithm sgd --momentum", {"algorithm": "sgd", "momentum": 0.9}),
         ("--no-norm", {"norm": False}),
+        ("--ema-decay 0.999", {"ema_decay": 0.999}),
+        ("--ema-decay 0 --ema-dtype bf16", {"ema_decay": 0.0, "ema_dtype": "bfloat16"}),
         ("--state-device cpu", {"state_device": "cpu"}),
         (
             "--state-device cpu --state-fraction 0.25 --master-weights fp32",
@@ -515,6 +524,8 @@ def test_plan_rejects(fails, tmp_path, monkeypatch):
         ("7B --link 55", "--link needs --state-device cpu or --gpu-memory"),
         ("7B --host-memory 64", "--host-memory needs --gpu-memory"),
         ("7B --state-device cpu --host-bandwidth 64", "--host-bandwidth needs --link"),
+        ("7B --ema-dtype bf16", "--ema-dtype needs --ema-decay"),
+        ("7B --ema-decay 2", "Invalid ema_decay: 2.0"),
         ("7B --gpu-memory 24 --plot x.png", "leave out --gpu-memory"),
         ("--shapes gpt2 --rest lion", "--rest needs --algorithm muon"),
         ("--shapes gpt2 --not-muon wte", "--not-muon needs --algorithm muon"),

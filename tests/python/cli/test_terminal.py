@@ -234,7 +234,7 @@ def test_help_and_wrong_arguments_do_not_wait_for_torch(without_torch, tmp_path)
             assert done.returncode == 0, done
             assert done.stdout
         for args, problem in (
-            ("plam", "did you mean plan?"),
+            ("plam", "did you mean 'plan'?"),
             ("plan", "give one of MODEL"),
             ("plan 7X", "no number of parameters such as 7B"),
             ("plan 7B --rest lion", "--rest needs --algorithm muon"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchopt_ext import FusedAdamW
 from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.state.masters import weight_of
 
 from ...support.compare import assert_same_bits, snapshot, unchanged
 from ...support.problems import make_params, params_of, set_gradients, train
@@ -30,6 +32,7 @@ HELD: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "remainders": (BF16, {"master_weights": "remainder8", "state_dtype": "int8"}),
     "random": (BF16, {"stochastic_rounding": True}),
 }
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ways = pytest.mark.parametrize("way", HELD)
 
 
@@ -69,6 +72,20 @@ def test_a_remainder_completes_a_written_weight() -> None:
     optimizer.param_groups[0].update(lr=0.0)
     train(optimizer, [2])
     assert_same_bits([weight, optimizer.state[weight]["remainder"]], [written, remainder])
+
+
+@pytest.mark.parametrize("kind", ["remainder", "remainder8"])
+def test_a_remainder_adds_at_most_half_a_step(kind: str) -> None:
+    optimizer = FusedAdamW(make_params([(64, 64)], BF16), lr=0.02, master_weights=kind)
+    train(optimizer, range(2))
+    (weight,) = params_of(optimizer)
+    with torch.no_grad():
+        weight.mul_(1.5)
+    written = weight.detach().float()
+    added = (weight_of(weight, optimizer.state[weight]) - written).abs()
+    exponents = torch.frexp(written).exponent - 8  # bf16 has 8 bits
+    step = torch.ldexp(torch.ones_like(written), exponents)
+    assert added.any() and bool((added <= step / 2).all())
 
 
 UNCOUNTED: dict[str, Callable[[Tensor], object]] = {
@@ -114,6 +131,17 @@ def test_a_change_to_or_from_float64_raises(before: torch.dtype, after: torch.dt
 # ---- gradients, freezing -----------------------------------------------------------------------
 
 
+@ways
+def test_a_gradient_of_none_leaves_all_as_it_is(way: str) -> None:
+    optimizer = started(way)
+    optimizer.zero_grad()
+    others = params_of(optimizer)[1:]
+    left = params_of(optimizer)[0]
+    with unchanged(left, *optimizer.state[left].values()):
+        train(optimizer, [2], others)
+    assert optimizer.state[others[0]]["step"] == 3
+
+
 def test_a_gradient_of_zeros_is_a_step() -> None:
     runs = [
         cls(make_params(), lr=0.02, weight_decay=0.1) for cls in (FusedAdamW, torch.optim.AdamW)
@@ -126,6 +154,8 @@ def test_a_gradient_of_zeros_is_a_step() -> None:
         assert not any(map(torch.equal, before, params_of(optimizer)))
         assert all(entry["step"] == 2 for entry in optimizer.state.values())
     torch.testing.assert_close(params_of(runs[0]), params_of(runs[1]))
+    ours, torchs = ([[*map(o.state[p].get, MOMENTS)] for p in params_of(o)] for o in runs)
+    torch.testing.assert_close(ours, torchs)
 
 
 def test_a_frozen_parameter_with_a_gradient_is_stepped() -> None:
@@ -164,6 +194,15 @@ def test_a_schedule_goes_on_after_the_state_was_cleared() -> None:
         train(optimizer, [3])
     assert all(entry["step"] == 1 for entry in ours.state.values())
     assert ours.control.steps == 4 and ours.control.lr_factor == plain.control.lr_factor
+
+
+@ways
+def test_state_that_moves_to_another_parameter_goes_on_there(way: str) -> None:
+    ours, plain = started(way), started(way)
+    params = ours.param_groups[0]["params"]
+    old, params[0] = params[0], nn.Parameter(params[0].detach().clone())
+    ours.state[params[0]] = ours.state.pop(old)
+    assert_go_on_alike(ours, plain)
 
 
 # ---- learning-rate tests, PBT, Lookahead, EMA --------------------------------------------------
@@ -270,7 +309,12 @@ def test_a_container_of_torchs_classes_steps_its_parts_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("options", "communicates"),
-    [({}, False), ({"max_grad_norm": 1.0}, True), ({"skip_nonfinite": True}, True)],
+    [
+        ({}, False),
+        ({"max_grad_norm": 1.0}, True),
+        ({"max_grad_norm": math.inf}, True),
+        ({"skip_nonfinite": True}, True),
+    ],
 )
 def test_only_a_step_with_a_norm_or_a_check_communicates(
     options: dict[str, Any], communicates: bool, second_of_two_ranks: Any

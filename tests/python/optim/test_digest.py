@@ -119,6 +119,10 @@ def test_what_has_no_digest() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="'sum' of parameter 0 has no role"):
         digest(optimizer)
+    with pytest.raises(
+        TypeError, match=r"of is a Linear, expected .*, such as model.parameters\(\)"
+    ):
+        digest(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"item 1 is 1\.5, expected a tensor"):
         digest([params[0], 1.5])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match=r"tensor 1 .*meta"):

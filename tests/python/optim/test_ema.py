@@ -602,4 +602,12 @@ def test_estimate_counts_averages(kind: str) -> None:
     (plain,) = type(optimizer).estimate(params, algorithm=kind.lower())
     assert rank.averages == optimizer.state[params[0]][EMA].nbytes
     assert rank.held - plain.held == rank.averages
-    assert rank.moved - plain.moved == 2 * rank.averages
+    assert rank.moved - plain.moved == 2 * rank.averages + params[0].nbytes
+
+
+def test_a_decay_of_0_is_shown_and_not_lost() -> None:
+    params = make_params([(3, 4)])
+    optimizer = FusedAdamW(params, ema_decay=0.0)
+    assert "\nema_decay: 0.0\n" in repr(optimizer)
+    with pytest.raises(ValueError, match=r"those of a FusedAdamW with \{'ema_decay': 0.0\}"):
+        FusedAdamW(optimizer.param_groups)

@@ -58,6 +58,10 @@ COUNT = sum(p.numel() for p in tensors(F32))
         (BF16, {"algorithm": "lion", "master_weights": "fp32"}, 8, 2 + 20),
         (F32, {"algorithm": "sgd", "momentum": 0.9}, 4, 4 + 20),
         (F32, {"algorithm": "sgd"}, 0, 4 + 12),
+        (F32, {"ema_decay": 0.9}, 8, 4 + 28 + 12),
+        (BF16, {"ema_decay": 0.9, "ema_dtype": "bf16"}, 4, 2 + 14 + 6),
+        (BF16, {"ema_decay": 0.9, "master_weights": "fp32"}, 12, 2 + 28 + 12),
+        (BF16, {"ema_decay": 0.9, "master_weights": "remainder"}, 10, 2 + 26 + 12),
     ],
 )
 def test_bytes_of_an_element(
@@ -68,8 +72,10 @@ def test_bytes_of_an_element(
     assert rank.moved == moved * COUNT
     assert rank.gradients == options.get("grad_dtype", dtype).itemsize * COUNT
     assert rank.steps == 4 * len(SHAPES)
-    total = rank.weights + rank.gradients + rank.masters + rank.moments + rank.steps
-    assert rank.held == total
+    width = (2 if "ema_dtype" in options else 4) if "ema_decay" in options else 0
+    assert rank.averages == width * COUNT
+    states = rank.masters + rank.moments + rank.averages + rank.steps
+    assert rank.held == rank.weights + rank.gradients + states
 
 
 @pytest.mark.parametrize(

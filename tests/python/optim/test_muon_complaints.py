@@ -407,3 +407,20 @@ def test_a_checkpoint_resumes_after_the_routing_has_changed(before: str, masters
         elif kind == "state":
             assert_same_bits([value], [saved[key]])
     epoch(models[1], new, range(3, 5))
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{"algorithm": "muno"}, {"algorithm": ["muon"]}, {"params": [None]}, {"params": 3}, {}],
+    ids=str,
+)
+def test_a_group_that_no_step_takes_leaves_the_ranks_to_tell(group: dict[str, Any]) -> None:
+    """Other ranks wait for this rank's rejection: only the step may raise."""
+    optimizer = FusedMuon([nn.Parameter(torch.ones(3, 4))])
+    optimizer.step()
+    optimizer._forget_plan()
+    groups = optimizer.exchange_groups
+    optimizer.param_groups[0] = optimizer.param_groups[0] | group if group else {}
+    assert optimizer.exchange_groups == groups
+    with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
+        optimizer.step()

@@ -91,6 +91,12 @@ def split_group(params: list[nn.Parameter], optimizer: Any) -> None:
     first["params"] = first["params"][:2]
 
 
+def remove_group(params: list[nn.Parameter], optimizer: Any) -> None:
+    split_group(params, optimizer)
+    for param in optimizer.param_groups.pop(0)["params"]:
+        del optimizer.state[param]
+
+
 def set_data(tensor: Tensor, value: Tensor) -> None:
     tensor.data = value.detach()
 
@@ -161,6 +167,7 @@ STRUCTURAL: dict[str, Change] = {
     "amsgrad": lambda ps, o: o.param_groups[0].update(amsgrad=True),
     "swapped": swap,
     "two groups from one": split_group,
+    "group removed": remove_group,
 }
 CHANGES = MEMORY_ONLY | STRUCTURAL
 

@@ -122,6 +122,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
       ("max_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip", "clip", "clipnorm")),
     (ANY, {"learning_rate": 1.0}, "mean 'lr'"),
     (ANY, {"wd": 1.0}, "mean 'weight_decay'"),
+    (ANY, {"ema_weights": 0.9}, "mean 'ema_decay'"),
     (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),

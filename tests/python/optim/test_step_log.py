@@ -142,21 +142,25 @@ def test_mixed_precision_around_any_optimizer(base: type[torch.optim.Optimizer])
     assert written[0]["lr"] == 0.1
 
 
-def test_replays_of_a_captured_step_are_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_writes_what_replays_of_a_captured_step_did(monkeypatch: pytest.MonkeyPatch) -> None:
     param = weight()
     optimizer = FusedAdamW([param], max_grad_norm=1.0)
     written: list[dict[str, float]] = []
-    log = log_to(written.append, optimizer, every=2, prefix="")
-    param.grad = torch.tensor([3.0, 4.0])
-    with monkeypatch.context() as capturing:
-        capturing.setattr(step_log, "is_captured", lambda: True)
-        with pytest.warns(UserWarning, match=r"call count_step\(\)"):
-            optimizer.step()
-    log.count_step()
+    log = log_to(written.append, optimizer, every=5, prefix="", digest_every=5)
+    monkeypatch.setattr(step_log, "is_captured", lambda: True)  # each step as a replay makes it
+    run(optimizer, param)
     assert written == []
-    log.count_step()
-    assert written[0]["step"] == 2
-    assert written[0]["grad_norm"] == 5
+    log.flush()
+    log.flush()
+    (values,) = written
+    assert (values["step"], values["grad_norm"]) == (4, 50.0)
+    assert values["clipped_share"] == 0.75  # the norms 5, infinite and 50
+    assert "digest" not in values
+    run(optimizer, param)
+    monkeypatch.undo()
+    run(optimizer, param)
+    log.remove()
+    assert written[1]["step"] == 12 and "digest" in written[1]
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_printing(name: str, kwargs: dict[str, Any]) -> None:
     assert text.startswith(f"Fused{name} (\nParameter Group 0\n")
     assert ("nesterov: True" if name == "Muon" else "betas: (0.9, 0.999)") in text
     optimizer = OURS[name](params_for(name), **kwargs, max_grad_norm=0.5, track=("norms",))
-    settings = "max_grad_norm: 0.5\ntrack: ['norms']\n"
+    settings = "max_grad_norm: 0.5\ntrack: ('norms',)\n"
     assert repr(optimizer) == text.replace("(\n", f"(\n{settings}", 1)
 
 

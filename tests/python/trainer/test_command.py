@@ -40,7 +40,7 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
         shown = capsys.readouterr().out
         assert all(name in shown and does in shown for name, (_, does) in COMMANDS.items())
     assert main(["trian"]) == 2
-    assert "no command trian: did you mean train?" in capsys.readouterr().err
+    assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(
@@ -101,7 +101,7 @@ SEED = ["--checkpoint.create_seed_checkpoint", "--checkpoint.enable"]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--training.step", "3"], "did you mean training.steps?"),
+        (["--training.step", "3"], "did you mean 'training.steps'?"),
         (["--comm.mode", "local_tensor"], "comm.mode is 'local_tensor'"),
         (SEED, "needs one process: WORLD_SIZE is 2"),
         (

@@ -273,11 +273,11 @@ def test_the_place_of_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--training.step", "3"], "no setting training.step: did you mean training.steps?"),
-        (["--optimizer.steps", "3"], "no setting optimizer.steps: did you mean training.steps?"),
-        (["--trainin.steps", "3"], "no setting trainin.steps: did you mean training.steps?"),
-        (["--training.localbatch_size", "3"], "did you mean training.batch_size?"),
-        (["--qqq", "3"], "there is no setting qqq: --help lists all"),
+        (["--training.step", "3"], "no setting training.step; did you mean 'training.steps'?"),
+        (["--optimizer.steps", "3"], "no setting optimizer.steps; did you mean 'training.steps'?"),
+        (["--trainin.steps", "3"], "no setting trainin.steps; did you mean 'training.steps'?"),
+        (["--training.localbatch_size", "3"], "did you mean 'training.batch_size'?"),
+        (["--qqq", "3"], "there is no setting qqq; --help lists all"),
         (["--training.steps", "x"], "training.steps is 'x', expected int"),
         (["--training.steps", "1.5"], "training.steps is '1.5', expected int"),
         (["--training.steps", "1", "2"], "training.steps is ['1', '2'], expected int"),
@@ -309,8 +309,8 @@ def test_wrong_options(args: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[training]\nstep = 3", "no setting training.step: did you mean training.steps?"),
-        ("[trainng]\n", "no setting trainng: did you mean training?"),
+        ("[training]\nstep = 3", "no setting training.step; did you mean 'training.steps'?"),
+        ("[trainng]\n", "no setting trainng; did you mean 'training'?"),
         ("training = 3", "training is a section, expected one of its settings: training.<name>"),
         ("[training]\nsteps = true", "training.steps is True, expected int"),
         ("[training]\nsteps = 3.0", "training.steps is 3.0, expected int"),
