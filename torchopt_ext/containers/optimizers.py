@@ -200,7 +200,9 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         """
         fused = self._fused()
         # All decisions are equal, except without parameters, where a step does nothing.
-        return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
+        first = min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"])
+        others = [optimizer for optimizer in fused if optimizer is not first]
+        return first.control.with_others(others) if others else first.control
 
     def _fused(self) -> list[FusedOptimizer]:
         if not (fused := fused_of(self.optimizers)):
