@@ -72,7 +72,7 @@ def zero_has_one_process_bits(way: str, **options: Any) -> None:
 
 def normuon_is_cut_between_rows(**options: Any) -> None:
     """Inside experts, between rows that a cut would otherwise divide, and where rows are short."""
-    shapes = ((3, 40, 256), (3, 9000), (128, 27), (50, 100), (2, 70))
+    shapes = ((3, 40, 256), (3, 9000), (128, 27), (50, 100), (2, 70), (1, 70))
 
     def build(cls: Callable[..., Any], **more: Any) -> tuple[list[nn.Parameter], Any]:
         generator = torch.Generator().manual_seed(0)
@@ -85,9 +85,22 @@ def normuon_is_cut_between_rows(**options: Any) -> None:
             set_gradients(run, seed=seed)
             optimizer.step()
     assert_same_bits(params, expected)
-    ours = digest(zero).sum()
+    saved = copy.deepcopy(alone.state_dict())
+    zero.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same(zero.state_dict()["state"], saved["state"])
+    others, other = build(BALANCED, bucket_elements=1)
+    for p, q in zip(others, expected, strict=True):
+        p.data.copy_(q)
+    other.load_state_dict(saved)
+    ours = digest(other).sum()
     dist.all_reduce(ours)
     assert int(ours) == int(digest(alone).sum())
+    for run, optimizer in ((expected, alone), (params, zero), (others, other)):
+        set_gradients(run, seed=3)
+        optimizer.step()
+    assert_same_bits(params, expected)
+    assert_same_bits(others, expected)
     world = dist.get_world_size()
     parts = [part for part in zero.local.parts if not part.is_empty]
     number = {param: k for k, param in enumerate(params)}

@@ -46,7 +46,8 @@ class Part:
         else:
             return self
         whole = torch.empty(shapes[0], device="meta")
-        tensor = torch.empty(shapes[1], device=self.tensor.device)
+        # Only an empty part's device matters, in cut().
+        tensor = torch.empty(shapes[1], device=self.tensor.device if self.is_empty else "meta")
         return Part(whole, begin, end, tensor, whole)
 
     def cut(self, whole: Tensor) -> Tensor:
