@@ -97,7 +97,7 @@ def held(sharding, dtype=torch.float32, kind=FusedAdamW, **options):
     # Small tensors' moments begin at multiples of 64 bytes. A cut one becomes up to three.
     assert 0 <= allocated(moments) - estimated.moments <= 64 * 2 * 21
     assert estimated.steps <= 4 * len(states) <= 3 * estimated.steps
-    if sharding == "fsdp":  # by owners
+    if sharding == "fsdp" or (is_cut and kind is FusedMuon):  # by owners
         return
     matrices = [
         sorted(p.shape)
@@ -127,7 +127,8 @@ def cases():
         for name, chosen in {"": {}, " int8": eight_bits, " NorMuon": {"beta2": 0.9}}.items():
             case = partial(held, sharding, BF16, FusedMuon, **chosen)
             made[f"{sharding} Muon{name}"] = case
-    made["fsdp NorMuon"] = partial(held, "fsdp", BF16, FusedMuon, beta2=0.9)
+    for sharding in ("fsdp", "balanced", "zero2"):
+        made[f"{sharding} NorMuon"] = partial(held, sharding, BF16, FusedMuon, beta2=0.9)
     return made
 
 

@@ -58,8 +58,9 @@ from tests.distributed.muon_worker import (
 from tests.support.compare import assert_same_bits, snapshot
 from tests.support.problems import set_gradients
 from tests.support.ranks import full_tensor, gathered, run_cases
-from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
+from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer, muon_groups
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext.mixed_precision import FSDPadaptOptimizer
 from torchopt_ext.optim import exchange
 from torchopt_ext.state.local import shard_of
 from torchopt_ext.statedict.several import rerouted
@@ -74,7 +75,8 @@ def in_backward_divides_matrices() -> None:
     container: Any = OptimizersInBackwardContainer([model], FusedMuon, {"lr": 0.1})
     with products() as calls:
         model(torch.ones(3, 16)).square().mean().backward()
-    assert_divided(calls, sum(float(o.control.orthogonalized) for o in container.optimizers))
+    assert float(container.control.orthogonalized) == 8  # the last layer is AdamW's
+    assert_divided(calls, 8)
 
 
 def model_parts_divide_matrices() -> None:
@@ -86,7 +88,33 @@ def model_parts_divide_matrices() -> None:
     torch.stack([part(torch.ones(3, 16)).square().mean() for part in parts]).sum().backward()
     with products() as calls:
         container.step()
+    assert float(container.control.orthogonalized) == 8
     assert_divided(calls, 8)
+
+
+def mixed_precision_divides_matrices() -> None:
+    """With the bits of the optimizer's own masters."""
+
+    def trained(*, adapted: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9))).bfloat16()
+        fully_shard(model)
+        own: dict[str, Any] = {} if adapted else {"master_weights": "fp32", "max_grad_norm": 0.05}
+        optimizer: Any = FusedMuon(muon_groups(model, quiet=True), lr=0.01, **own)
+        wrapped: Any = optimizer
+        if adapted:
+            wrapped = FSDPadaptOptimizer(optimizer, clip_grad_norm=0.05)
+        for _ in range(3):
+            wrapped.zero_grad()
+            loss = model(torch.ones(3, 16, dtype=torch.bfloat16)).float().square().mean()
+            wrapped.backward(loss) if adapted else loss.backward()
+            with products() as calls:
+                wrapped.step()
+            assert float(optimizer.control.orthogonalized) == 8
+            assert_divided(calls, 8)
+        return [full_tensor(p) for p in model.parameters()]
+
+    assert_same_bits(trained(adapted=True), trained(adapted=False))
 
 
 class Late:
@@ -445,6 +473,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "in backward": in_backward_divides_matrices,
         "model parts": model_parts_divide_matrices,
+        "mixed precision": mixed_precision_divides_matrices,
         "accumulation": microbatches_have_the_bits_of_one_batch,
         "routing": a_group_becomes_adamw_and_back,
         "warm": connections_are_warm,

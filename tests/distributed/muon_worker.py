@@ -137,8 +137,13 @@ def placed(shape: tuple[int, ...], placements: list[Placement]) -> Callable[[Ten
 
 
 def has_one_process_bits(layout: str, way: str) -> None:
-    alone = Run(way=way).train(0, 1, 2, 3)
-    shared = Run(placed(*layouts()[layout]), way).train(0, 1, 2, 3)
+    """Also where rows are scaled between steps, as QK-clip does."""
+    alone, shared = Run(way=way), Run(placed(*layouts()[layout]), way)
+    for run in (alone, shared):
+        run.train(0, 1)
+        for number, factors in ((0, [0.5, 1.0, 0.7, 2.0]), (6, [0.5, 0.7, 2.0])):
+            run.optimizer.scale_(run.params[number], torch.tensor(factors))
+        run.train(2, 3)
     assert_same_bits(shared.weights(), alone.weights())
     assert_same_bits(shared.moments(), alone.moments())
     assert float(alone.optimizer.control.clip_factor) < 1

@@ -19,10 +19,13 @@ from torch import nn
 
 from tests.distributed.muon_worker import NORMUON, WAYS, Run
 from tests.support.compare import assert_same, assert_same_bits
+from tests.support.problems import set_gradients
 from tests.support.ranks import gathered, run_cases
-from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer
+from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer, digest
 from torchopt_ext.optim import exchange
 from torchopt_ext.statedict.dcp import load
+
+BALANCED: Any = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
 
 
 def zero_has_one_process_bits(way: str, **options: Any) -> None:
@@ -65,6 +68,59 @@ def zero_has_one_process_bits(way: str, **options: Any) -> None:
     assert_same_bits(
         [p.detach() for g in copied.param_groups for p in g["params"]], shared.weights()
     )
+
+
+def normuon_is_cut_between_rows(**options: Any) -> None:
+    """Inside experts, between rows that a cut would otherwise divide, and where rows are short."""
+    shapes = ((3, 40, 256), (3, 9000), (128, 27), (50, 100), (2, 70), (1, 70))
+
+    def build(cls: Callable[..., Any], **more: Any) -> tuple[list[nn.Parameter], Any]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        return params, cls(params, lr=0.1, beta2=0.9, max_grad_norm=0.1, **options, **more)
+
+    (expected, alone), (params, zero) = build(FusedMuon), build(BALANCED, bucket_elements=1)
+    for seed in range(3):
+        for run, optimizer in ((expected, alone), (params, zero)):
+            set_gradients(run, seed=seed)
+            optimizer.step()
+    assert_same_bits(params, expected)
+    saved = copy.deepcopy(alone.state_dict())
+    zero.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same(zero.state_dict()["state"], saved["state"])
+    others, other = build(BALANCED, bucket_elements=1)
+    for p, q in zip(others, expected, strict=True):
+        p.data.copy_(q)
+    other.load_state_dict(saved)
+    ours = digest(other).sum()
+    dist.all_reduce(ours)
+    assert int(ours) == int(digest(alone).sum())
+    for run, optimizer in ((expected, alone), (params, zero), (others, other)):
+        set_gradients(run, seed=3)
+        optimizer.step()
+    assert_same_bits(params, expected)
+    assert_same_bits(others, expected)
+    world = dist.get_world_size()
+    parts = [part for part in zero.local.parts if not part.is_empty]
+    number = {param: k for k, param in enumerate(params)}
+    held = gathered([(number[part.param], part.begin, part.end) for part in parts])
+    ranks = [sum(any(k == n for k, _, _ in of) for of in held) for n in range(len(shapes))]
+    assert world == 1 or all(count > 1 for count in ranks[:4])
+    assert world != 2 or any(begin % (40 * 256) for of in held for k, begin, _ in of if k == 0)
+    assert not any(begin % shapes[k][-1] for of in held for k, begin, _ in of)
+
+
+def rows_that_were_cut_reject_normuon() -> None:
+    params = [nn.Parameter(torch.ones(1, 9000))]
+    zero = BALANCED(params)
+    params[0].grad = torch.ones(1, 9000)
+    zero.step()
+    before = params[0].detach().clone()
+    zero.param_groups[0]["beta2"] = 0.9
+    with pytest.raises(ValueError, match=r"cut between ranks inside rows, .* build the optimizer"):
+        zero.step()
+    assert_same_bits(params, [before])
 
 
 def ranks_raise_together() -> None:
@@ -204,8 +260,12 @@ def cases() -> dict[str, Callable[[], Any]]:
         "rejection": a_rejected_step_changes_nothing,
         "together": ranks_raise_together,
         "several": several_parameters_a_bucket,
+        "between rows": normuon_is_cut_between_rows,
+        "between rows, int8": partial(normuon_is_cut_between_rows, state_dtype="int8"),
     }
-    for way in WAYS:
+    if dist.get_world_size() > 1:
+        found["inside rows"] = rows_that_were_cut_reject_normuon
+    for way in (*WAYS, "NorMuon, fp32", "NorMuon, remainder8, random"):
         zero = partial(zero_has_one_process_bits, way)
         found[f"balanced, {way}"] = partial(zero, partition="balanced", bucket_elements=1000)
     for way in WAYS | NORMUON:

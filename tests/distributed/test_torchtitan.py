@@ -20,6 +20,7 @@ from .torchtitan_runs import (
     HERE,
     SAVED,
     STEPS,
+    Run,
     Runs,
     Version,
     assert_continues,
@@ -277,6 +278,12 @@ def test_master_weights_from_a_checkpoint_without(runs: Runs) -> None:
     assert "optimizer.state.output.weight.master_weight" in resumed.entries(STEPS)
 
 
+def assert_each_is_orthogonalized(run: Run) -> None:
+    """deepspeedai/DeepSpeed#8441: no matrix was, and the loss fell nevertheless."""
+    matrices = sum(name.endswith(".momentum_buffer") for name in run.entries())
+    assert matrices and {line["orthogonalized"] for line in run.metrics.values()} == {matrices}
+
+
 @only_022
 @pytest.mark.parametrize("layout", ["single", slow("fsdp")])
 def test_muon_learns_and_resumes_exactly(runs: Runs, layout: str) -> None:
@@ -286,6 +293,7 @@ def test_muon_learns_and_resumes_exactly(runs: Runs, layout: str) -> None:
     entry = "optimizer.state.layers.0.attention.wq.weight.momentum_buffer"
     assert_continues(resumed, whole, entry)
     assert "optimizer.state.output.weight.exp_avg_sq" in whole.entries()
+    assert_each_is_orthogonalized(whole)
     assert entry.replace("momentum_buffer", "exp_avg_sq") not in whole.entries()
 
 
@@ -392,6 +400,8 @@ def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layou
     entries = whole.entries()
     assert f"optimizer.state.layers.{saved}.weight.momentum_buffer" in entries
     assert "optimizer.state.lm_head.weight.exp_avg" in entries
+    if kind != "kimi":  # which has heads and experts
+        assert_each_is_orthogonalized(whole)
 
 
 @only_030

@@ -41,6 +41,7 @@ def worker(
         worker("muon", (4, 2), NEWEST, seconds=300),
         worker("muon", (3, 1), NEWEST, SLOW, seconds=300),
         worker("muon_exchange", (4,), NEWEST, seconds=200),
+        worker("muon_groups", (4,), NEWEST),
         worker("muon_zero", (2,), NEWEST, seconds=300),
         worker("muon_zero", (1, 3, 4), NEWEST, SLOW, seconds=300),
         worker("mixed_precision", (4, 2, 1), NEWEST, seconds=240),

@@ -153,6 +153,25 @@ def poison(trainer: Trainer, gradients: set[int], losses: set[int] = frozenset()
     )
 
 
+@case(2)
+@case(1)
+def each_matrix_is_orthogonalized_once(folder: Path, shared: list[str]) -> None:
+    """In a step of two batches, however many ranks hold it."""
+    settings = """
+        --optimizer.name Muon --training.steps 2 --training.batch_size 4
+        --training.global_batch_size 16
+    """
+    zero = "--parallelism.data_parallel_replicate_degree 2 --parallelism.zero balanced"
+    for more in ("", zero) if os.environ["WORLD_SIZE"] == "2" else ("",):
+        with trainer_of(folder / more[-8:], shared, f"{settings} {more}") as trainer:
+            trainer.train()
+            assert trainer.gradient_accumulation_steps > 1
+            groups = trainer.optimizers.param_groups
+            matrices = sum(len(g["params"]) for g in groups if g["algorithm"] == "muon")
+            assert matrices > 4
+            assert float(trainer.optimizers.control.orthogonalized) == matrices
+
+
 @case(1)
 def skipped_steps(folder: Path, shared: list[str]) -> None:
     """Steps that are not finite change nothing and are counted."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchopt_ext.cli.tensors import DTYPES, Entry, Source, as_modules
 from torchopt_ext.cli.terminal import CommandError
-from torchopt_ext.optim.estimate import CutMatricesError, RankBytes, estimate
+from torchopt_ext.optim.estimate import RankBytes, estimate
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, fp32_params, is_8_bit
 from torchopt_ext.optim.muon_groups import muon_groups
 from torchopt_ext.state.algorithms import ALGORITHMS, NAMES
@@ -27,8 +27,6 @@ def estimates(
 ) -> tuple[list[dict[str, Any]], Plans]:
     """Returns the model's param groups, and what ranks have with each sharding.
 
-    Shardings that cut matrices of NorMuon are left out, but not what ``--sharding`` names.
-
     Args:
         done: called after each sharding.
         storage: ``state_dtype`` and other arguments of :func:`estimate`.
@@ -43,20 +41,16 @@ def estimates(
             source.entries, options.fp32_moments, storage["state_dtype"]
         )
         for sharding in shardings:
-            try:
-                plans[sharding] = estimate(
-                    groups,
-                    sharding=sharding,
-                    world_size=options.world_size,
-                    grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
-                    norm=not options.no_norm,
-                    ema_decay=options.ema_decay,
-                    ema_dtype=options.ema_dtype,
-                    **storage,
-                )
-            except CutMatricesError:
-                if sharding == options.sharding:
-                    raise
+            plans[sharding] = estimate(
+                groups,
+                sharding=sharding,
+                world_size=options.world_size,
+                grad_dtype=options.grad_dtype and DTYPES[options.grad_dtype],
+                norm=not options.no_norm,
+                ema_decay=options.ema_decay,
+                ema_dtype=options.ema_dtype,
+                **storage,
+            )
             done()
     except (TypeError, ValueError) as error:
         raise CommandError(f"{source.name}: {error}") from error

@@ -218,7 +218,7 @@ def about_host(plans: Plans, options: Any) -> list[str]:
 
 
 def about_muon(plans: Plans) -> list[str]:
-    """Returns lines about Newton-Schulz's products, and the plans that are left out."""
+    """Returns lines about Newton-Schulz's products."""
     lines = []
     work = {plan: [rank.newton_schulz_flops for rank in ranks] for plan, ranks in plans.items()}
     if whole := max(work.pop("ddp")):
@@ -231,8 +231,6 @@ def about_muon(plans: Plans) -> list[str]:
         if divided:
             text += f"; on the rank with most, {', '.join(divided)}"
         lines += ["", *textwrap.wrap(text, WIDTH)]
-    if cut := [sharding for sharding in SHARDINGS if sharding not in plans]:
-        lines += ["", f"Left out, as NorMuon needs whole rows: {', '.join(cut)}"]
     return lines
 
 

@@ -200,7 +200,9 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         """
         fused = self._fused()
         # All decisions are equal, except without parameters, where a step does nothing.
-        return min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"]).control
+        first = min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"])
+        others = [optimizer for optimizer in fused if optimizer is not first]
+        return first.control.with_others(others) if others else first.control
 
     def _fused(self) -> list[FusedOptimizer]:
         if not (fused := fused_of(self.optimizers)):
@@ -311,6 +313,25 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
             raise
         for optimizer in fused:
             optimizer._set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
+
+    def scale_(self, param: torch.Tensor | str, factors: torch.Tensor) -> None:
+        """Multiplies rows of a weight as :meth:`torchopt_ext.FusedAdamW.scale_` does.
+
+        Args:
+            param: a parameter, or its name in the state dict.
+
+        Raises:
+            AttributeError: no inner optimizer is a fused one.
+            ValueError: as FusedAdamW's.
+        """
+        is_name, names = isinstance(param, str), self._parameter_names()
+        for optimizer in self._fused():
+            for own in params_of(optimizer):
+                if own is param or (is_name and names.get(own) == param):
+                    optimizer.scale_(own, factors)
+                    return
+        what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
+        raise ValueError(f"{type(self).__name__} has no parameter {what}")
 
     def move_state(self, device: torch.device | str | None) -> None:
         """Moves all parts' states as :meth:`torchopt_ext.FusedAdamW.move_state` does.

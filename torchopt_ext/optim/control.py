@@ -1,9 +1,10 @@
 """The control block of an optimizer: its settings, and read access by field name."""
 
+import copy
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,13 @@ class ControlView:
     Reading a field copies it on the parameters' device, to a 0-dim float64 tensor that later steps
     do not change. Only asking for the tensor's value synchronizes. ``grad_norm`` is NaN if the last
     step measured no norm. Other fields that steps write are ``clip_factor``, ``found_inf``,
-    ``skip``, ``grad_scale``, ``steps``, ``skipped_steps``, ``loss_scale`` and ``lr_factor``.
+    ``skip``, ``grad_scale``, ``steps``, ``skipped_steps``, ``loss_scale``, ``lr_factor`` and
+    ``orthogonalized``, which counts for all parts of a container, in the last step of each.
     csrc/kernels/control.h says what each field means. ``repr`` shows the decision, and ``dir``
     names all fields.
     """
+
+    _others: Sequence[Any] = ()  # parts of a container, which have made the same decision
 
     def __init__(self, block: Tensor, owner: "Controlled") -> None:
         self._block = block
@@ -67,12 +71,26 @@ class ControlView:
         norm, owner = self.live("grad_norm").clone(), self._owner()
         return norm if owner is None or owner._norm_measured else norm.fill_(math.nan)
 
+    @property
+    def orthogonalized(self) -> Tensor:
+        count = self.live("orthogonalized").clone()
+        for part in self._others:
+            count += moved(part.control.live("orthogonalized"), count.device)
+        return count
+
+    def with_others(self, parts: Sequence[Any]) -> "ControlView":
+        """Returns a view that also counts what other optimizers have done in this step."""
+        view = copy.copy(self)
+        view._others = parts
+        return view
+
     def live(self, name: str) -> Tensor:
         """Returns the field itself, a 0-dim float64 tensor that later steps change."""
         return self._views[CONTROL_FIELDS.index(name)]
 
     def __repr__(self) -> str:
-        fields = read_fields(self._block) | {"grad_norm": self.grad_norm.item()}
+        known = {name: getattr(self, name).item() for name in ("grad_norm", "orthogonalized")}
+        fields = read_fields(self._block) | known
         shown = ["steps", "skipped_steps", "skip", "grad_norm", "clip_factor"]
         settings = {"loss_scale": "growth_interval", "lr_factor": "scheduled"}
         shown += [name for name, setting in settings.items() if fields[setting]]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchopt_ext._arguments import inner_optimizer
+from torchopt_ext._torch import is_dtensor
 from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.devices import moved
@@ -111,8 +112,11 @@ def _arrays_of(optimizer: Any) -> Iterator[_Array]:
                 yield _Array(item, local, (_PARAM, row, *place))
             for name, value in state.items():
                 if name in BY_ROW:
-                    numbers = _ROLES[name], 0, *place_of(place[0], value)
-                    yield _Array(item, local_tensor(value), numbers)
+                    at = place_of(place[0], value)
+                    if not is_dtensor(value):  # a part by ZeroRedundancyOptimizer begins at a row
+                        first = place[1] * value.numel() // max(1, local.numel())
+                        at = place[0], first, 0, 0, 0, 0
+                    yield _Array(item, local_tensor(value), (_ROLES[name], 0, *at))
                 elif name in _ROLES:
                     yield _Array(item, local_tensor(value), (_ROLES[name], row, *place))
                 elif isinstance(value, Tensor) and name not in _LEFT_OUT:

@@ -38,7 +38,7 @@ from torchopt_ext.state.matrices import (
     fix_settings,
     newton_schulz_flops,
 )
-from torchopt_ext.state.pieces import is_stack
+from torchopt_ext.state.pieces import is_stack, matrix_sizes
 from torchopt_ext.state.quantized import GROUP, groups_before
 from torchopt_ext.state.storage import MASTER, MasterWeights, StateDevice, StateDtype, Storage
 
@@ -116,10 +116,6 @@ class RankBytes:
     def on_device(self) -> int:
         """The bytes held beside the parameters, without those on the host."""
         return self.held - self.host
-
-
-class CutMatricesError(ValueError):
-    """Ranks would have parts of rows, which NorMuon needs whole."""
 
 
 def element_bytes(
@@ -217,8 +213,7 @@ def estimate(
         params: contiguous parameters in forward order, with or without names, or param groups; only
             shapes, dtypes and ``requires_grad`` are read, so they may be on the meta device.
             Functions that make groups leave out frozen parameters, which then do not count.
-        sharding: one of :data:`SHARDINGS`. NorMuon needs whole rows: over several ranks "ddp",
-            "zero1" or "fsdp".
+        sharding: one of :data:`SHARDINGS`.
         world_size: number of ranks that share the work.
         grad_dtype: dtype of gradients; None for each parameter's own dtype.
         master_weights, state_dtype, state_device, state_fraction, ema_decay, ema_dtype: as
@@ -275,14 +270,21 @@ def estimate(
             raise ValueError(f"parameter {name or number} {found}")
         costs[param] = _cost(param, name or number, group, grad_dtype, storage, norm)
         is_shared = world_size > 1 and algorithm_of(group).steps_matrices
-        if is_shared and _cuts(param, name or number, group, sharding):
+        if is_shared and _cuts(param, group, sharding):
             count = param.shape[0] if is_stack(group, param) else 1
             width = direction_dtype(group, param).itemsize
             bytes_ = width * param.numel() + costs[param].by_row
             owned += [(costs[param].flops // count, bytes_ // count)] * count
             costs[param] = replace(costs[param], flops=0)
     tensors = [[param for _, param in members] for _, members in groups]
-    shares = SHARDINGS[sharding](tensors, world_size, _Options(costs, bucket_elements))
+    columns = {
+        param: matrix_sizes(group, param.shape)[2]
+        for group, members in groups
+        for _, param in members
+        if any(state.by_row for state in algorithm_of(group).states_of(group))
+    }
+    of_all = _Options(costs, bucket_elements, columns)
+    shares = SHARDINGS[sharding](tensors, world_size, of_all)
     flops = [of for of, _ in owned]
     for of, owner in zip(flops, ops.partition_greedy(flops, world_size), strict=True):
         shares.flops[owner] += of
@@ -390,29 +392,19 @@ def _cost(
     )
 
 
-def _cuts(param: Tensor, what: str | int, group: Mapping[str, Any], sharding: str) -> bool:
-    """Returns whether a sharding over several ranks cuts matrices.
-
-    Raises:
-        CutMatricesError: it also cuts rows that must be whole.
-    """
-    if sharding in ("ddp", "zero1") or (sharding == "fsdp" and is_stack(group, param)):
-        return False
-    if sharding == "fsdp" or not group.get("beta2"):
-        return True
-    called = repr(what) if isinstance(what, str) else f"parameter {what}"
-    raise CutMatricesError(
-        f"{called} of shape {tuple(param.shape)} is cut with sharding={sharding!r}: expected "
-        "'ddp', 'zero1' or 'fsdp', or no beta2 (NorMuon)"
-    )
+def _cuts(param: Tensor, group: Mapping[str, Any], sharding: str) -> bool:
+    """Returns whether a sharding over several ranks cuts matrices."""
+    return sharding not in ("ddp", "zero1") and not (sharding == "fsdp" and is_stack(group, param))
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What each trained parameter takes, and the size of buckets."""
+    """What each trained parameter takes, the size of buckets, and the columns of NorMuon's
+    matrices, whose rows stay whole."""
 
     costs: Mapping[Tensor, _Cost]
     bucket_elements: int | None
+    columns: Mapping[Tensor, int]
 
 
 _ByGroup = Sequence[Sequence[Tensor]]
@@ -493,7 +485,8 @@ def _in_buckets(groups: _ByGroup, world_size: int, options: _Options) -> _Shares
             same[tuple((p.shape, costs.get(p)) for p in own)].append(own)
         for own, *others in same.values():
             count = 1 + len(others)
-            plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53)
+            columns = [options.columns[p] for p in own if p in options.columns]
+            plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53, columns)
             (cuts,) = plan.cuts
             sizes = [hi - lo for lo, hi in itertools.pairwise(cuts)]
             # Room for the last rank to send as much as others.

@@ -102,14 +102,15 @@ class SharedParam:
         settings = triples, float(values["eps"]), group.get("orthogonalize")
         blocks = tuple(blocks_of(group, param, called))
         dtype = direction_dtype(group, local_tensor(param))
-        work, numel = flops_of(blocks, group), math.prod(whole_shape(param))
+        shape = whole_shape(param)
+        work, numel = flops_of(blocks, group), math.prod(shape)
         found = partial(replicated, group, ranks)
         if is_cut(group, param):
             found = partial(pieces_of, group, param, called)
-        pieces, replicas = found(param.shape)
+        pieces, replicas = found(shape)
         averages: list[dict[int, Sequence[Piece]]] = [{} for _ in pieces]
         if any(state.by_row for state in algorithm_of(group).states_of(group)):
-            averages, _ = found(row_shape(param.shape, group))
+            averages, _ = found(row_shape(shape, group))
         number = number_of(param, position)
         own = number, [position], part, called
         return cls(*own, settings, blocks, work, dtype, numel, pieces, averages, replicas)

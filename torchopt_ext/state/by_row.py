@@ -1,6 +1,7 @@
 """States with one float32 for each row of a parameter's matrices: NorMuon's."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,24 @@ BY_ROW = frozenset(state.name for state in STATES.values() if state.by_row)
 """Entries of a parameter's state that have one value for each row."""
 
 
-def row_shape(shape: torch.Size, group: Mapping[str, Any]) -> torch.Size:
+def row_shape(shape: Sequence[int], group: Mapping[str, Any]) -> torch.Size:
     """Returns the shape of a state by row: 1 in each dimension that is columns."""
     rows = 1 if len(shape) > 2 and group.get("flatten") else len(shape) - 1
     return torch.Size((*shape[:rows], *(1 for _ in shape[rows:])))
 
 
+def rows_shape(param: Tensor, group: Mapping[str, Any]) -> torch.Size:
+    """Returns the shape of a parameter's state by row, which is flat for a part of one."""
+    cut = marked_cut(param)
+    if cut is None or param.shape == cut.shape:
+        return row_shape(param.shape, group)
+    rows = row_shape(cut.shape, {"flatten": cut.flatten}).numel()
+    return torch.Size([param.numel() * rows // max(1, math.prod(cut.shape))])
+
+
 def has_rows_of(value: Any, param: Tensor) -> bool:
     """Returns whether a tensor may be a state by row of the parameter."""
-    return value.shape in (row_shape(param.shape, {}), row_shape(param.shape, {"flatten": True}))
+    return value.shape in (rows_shape(param, {}), rows_shape(param, {"flatten": True}))
 
 
 def rows_like(group: Mapping[str, Any], param: Tensor) -> Tensor:
@@ -32,7 +42,7 @@ def rows_like(group: Mapping[str, Any], param: Tensor) -> Tensor:
     Of a row that ranks share, the rank with the first column has the value.
     """
     local, whole = local_tensor(param), row_shape(param.shape, group)
-    shape: tuple[int, ...] = row_shape(local.shape, group)
+    shape: tuple[int, ...] = rows_shape(local, group)
     if is_cut(group, param) and marked_cut(param) is None:
         shape, _ = local_shape_and_offset(param, whole)
     zeros = torch.zeros(shape, dtype=torch.float32, device=local.device)
@@ -44,7 +54,7 @@ def row_problem(value: Any, param: Tensor, group: Mapping[str, Any] | None = Non
 
     Without ``group``, which has "flatten", the shape may be that of either.
     """
-    expected = row_shape(param.shape, group or {})
+    expected = rows_shape(param, group or {})
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         return f"is {kind}, expected a floating-point tensor of shape {tuple(expected)}"

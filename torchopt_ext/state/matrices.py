@@ -245,16 +245,19 @@ def _rows_of_pieces(
 ) -> list[Matrix]:
     """Returns this rank's rows of cut matrices, with the learning rates of their blocks."""
     local = local_tensor(param)
-    if group.get("beta2") and marked_cut(param) is not None:
-        raise ValueError(
-            f"{called} is cut by ZeroRedundancyOptimizer, also inside rows, which NorMuon needs "
-            "whole: expected partition='greedy', or no beta2"
-        )
     if not local.is_contiguous():
         raise ValueError(f"{called} has a local part with strides {local.stride()}, not contiguous")
     rank, cut = torch.distributed.get_rank(), marked_cut(param)
     tensor = 0 if cut is None else cut.tensor
-    by_matrix = [pieces.get(rank, ()) for pieces in pieces_of(group, param, called)[0]]
+    by_rank = pieces_of(group, param, called)[0]
+    by_matrix = [pieces.get(rank, ()) for pieces in by_rank]
+    if cut is not None and group.get("beta2"):
+        its = chain.from_iterable(chain(*pieces.values()) for pieces in by_rank)
+        if any(piece.run < piece.stride for piece in its):
+            raise ValueError(
+                f"{called} was cut between ranks inside rows, which NorMuon (beta2) needs whole: "
+                "build the optimizer with beta2 in the group"
+            )
     found = []
     for start, first, rows, run, stride, its_tensor in chain(*by_matrix):
         if its_tensor != tensor:

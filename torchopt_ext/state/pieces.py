@@ -37,6 +37,11 @@ class Piece(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.run
 
+    def by_row(self) -> "Piece":
+        """Returns this piece, which has whole rows, of a state with one value for each row."""
+        start, first = self.start // self.stride, self.first // self.stride
+        return Piece(start, first, self.rows, 1, 1, self.tensor)
+
     def of_whole(self, flat: Tensor) -> Tensor:
         """Returns the view of this piece in the flat matrix."""
         start = flat.storage_offset() + self.first
@@ -164,7 +169,8 @@ def pieces_of(
     """Returns who holds what of a cut parameter.
 
     Args:
-        shape: of a state that is placed like the parameter, whose pieces to return instead.
+        shape: of a state that is placed like the parameter, whose pieces to return instead; of
+            parts by :meth:`Cut.mark` it has one value for each row.
 
     Returns:
         For each matrix the pieces by rank of the default group, without ranks that hold none of it;
@@ -180,7 +186,13 @@ def pieces_of(
                 f"{called} was cut between ranks with flatten={cut.flatten} in its group: build "
                 f"the optimizer anew to change it"
             )
-        return cut.pieces, cut.replicas
+        if shape is None or tuple(shape) == cut.shape:
+            return cut.pieces, cut.replicas
+        by_row: list[dict[int, Sequence[Piece]]] = [
+            {rank: [piece.by_row() for piece in its] for rank, its in held.items()}
+            for held in cut.pieces
+        ]
+        return by_row, cut.replicas
     mesh, shape = param.device_mesh, tuple(param.shape if shape is None else shape)
     stack = is_stack(group, param)
     inner = 1 if stack else math.prod(shape[2:])

@@ -182,6 +182,8 @@ def dequantize(name: str, codes: Tensor, scales: Tensor, groups: Tensor | None =
     ``groups`` are the columns of the scales for the elements of a row; by default it is whole.
     """
     moment = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    if not codes.numel():  # the part of a rank that has nothing of a weight has one dimension
+        return moment
     by_row = moment.flatten(1)
     groups = torch.arange(by_row.shape[1]) // GROUP if groups is None else groups
     for block in _blocks(codes):

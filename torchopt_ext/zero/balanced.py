@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchopt_ext import _C
 from torchopt_ext._torch import version
-from torchopt_ext.optim.balanced_plan import plan_buckets, reals_of
+from torchopt_ext.optim.balanced_plan import SHORT_ROW, plan_buckets, reals_of
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.state.params import params_of
@@ -26,9 +26,6 @@ from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Bucket, Part, memory_order, view_in
 from torchopt_ext.zero.ranks import Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
-
-SHORT_ROW = 64
-"""Rows of fewer numbers than this are summed element by element (csrc/kernels/block_rule.h)."""
 
 
 class BalancedBuckets:
@@ -117,7 +114,10 @@ class BalancedBuckets:
         parts: dict[Tensor, list[Tensor]] = {}
         for (device, dtype, _), alike in kinds.items():
             rows = [row_length(param) for param in alike]
-            plan = plan_buckets(alike, rows, self.ranks.size, self.bucket_elements)
+            columns = []
+            if muon is not None and muon.get("beta2"):
+                columns = [matrix_sizes(muon, param.shape)[2] for param in alike]
+            plan = plan_buckets(alike, rows, self.ranks.size, self.bucket_elements, columns)
             laid = list(zip(alike, plan.buckets, plan.starts, strict=True))
             for number, cuts in enumerate(plan.cuts):  # one bucket at a time is in memory twice
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))

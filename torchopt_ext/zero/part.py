@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C
+from torchopt_ext.state.by_row import BY_ROW, row_shape, rows_shape
+from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.state.quantized import SCALES, can_quantize, groups_before, scale_shape
 
 
@@ -28,17 +30,24 @@ class Part:
         return fits and not self.is_whole
 
     def of_entry(self, name: Any) -> "Part":
-        """Returns this part as a range of the state entry ``name``: scales are counted by group.
+        """Returns this part as a range of the state entry ``name``: scales are counted by group,
+        and NorMuon's averages by row of a matrix.
 
         Parts of a balanced partition begin and end at rows or blocks, so they hold whole groups.
         """
-        if name not in SCALES or not can_quantize(self.like):
+        if name in BY_ROW and (cut := marked_cut(self.tensor)) is not None:
+            flatten = {"flatten": cut.flatten}
+            shapes = row_shape(self.like.shape, flatten), rows_shape(self.tensor, flatten)
+            width = max(1, self.like.numel() // max(1, shapes[0].numel()))
+            begin, end = self.begin // width, self.end // width
+        elif name in SCALES and can_quantize(self.like):
+            shapes = scale_shape(self.like), scale_shape(self.tensor)
+            begin, end = (groups_before(self.like, element) for element in (self.begin, self.end))
+        else:
             return self
-        begin, end = (groups_before(self.like, element) for element in (self.begin, self.end))
-        whole, tensor = (
-            torch.empty(scale_shape(like), dtype=torch.float32, device="meta")
-            for like in (self.like, self.tensor)
-        )
+        whole = torch.empty(shapes[0], device="meta")
+        # Only an empty part's device matters, in cut().
+        tensor = torch.empty(shapes[1], device=self.tensor.device if self.is_empty else "meta")
         return Part(whole, begin, end, tensor, whole)
 
     def cut(self, whole: Tensor) -> Tensor:

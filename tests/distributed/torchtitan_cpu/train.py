@@ -64,6 +64,7 @@ class Recording:
                 "lrs": {"lr": extra_metrics["lr"]},
                 "classes": classes,
                 "clip_factor": float(getattr(control, "clip_factor", 1.0)),
+                "orthogonalized": float(getattr(control, "orthogonalized", 0.0)),
             }
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")

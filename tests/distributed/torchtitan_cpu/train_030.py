@@ -33,12 +33,14 @@ def log_and_write(
     extra_metrics: dict[str, Any],
 ) -> None:
     workers = (self.optimizers, *self.optimizers.optimizers)
+    controls = [getattr(worker, "control", None) for worker in self.optimizers.optimizers]
     line = {
         "step": step,
         "loss": avg_loss,
         "max_loss": max_loss,
         "grad_norm": grad_norm,
         "lrs": {name: value for name, value in extra_metrics.items() if name.startswith("lr/")},
+        "orthogonalized": sum(float(getattr(c, "orthogonalized", 0.0)) for c in controls),
         "classes": [f"{type(worker).__module__}.{type(worker).__qualname__}" for worker in workers],
     }
     with open(f"{metrics}.rank{os.environ['RANK']}", "a") as file:

@@ -517,7 +517,6 @@ def test_plan_rejects(fails, tmp_path, monkeypatch):
         ("--params 8e9 --algorithm muon", "by names and modules, which --params 8000000000 does"),
         ("--shapes gpt2,2x64x64 --algorithm normuon", "by names and modules, which gpt2,2x64x64"),
         ("--shapes gpt2,gpt2 --algorithm muon", "by names and modules, which gpt2,gpt2"),
-        ("--shapes gpt2 --algorithm normuon --sharding zero2", "is cut with sharding='zero2': exp"),
         ("--shapes gpt2 --algorithm muon --not-muon h.12", "no parameter has a name with"),
         ("--shapes gpt2 --algorithm muon --rest lion --amsgrad", "has no argument 'amsgrad'"),
         ("--shapes gpt2 --algorithm muon --rest normuon", "invalid choice: 'normuon'"),

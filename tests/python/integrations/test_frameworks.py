@@ -86,6 +86,7 @@ def trained(model, optimizer, norms, lrs, before=None):
             if name != "step"
         ],
         "skipped": optimizer.control.skipped_steps.item(),
+        "orthogonalized": optimizer.control.orthogonalized.item(),
         "norms": (before["norms"] if before else []) + norms,
         "lrs": (before["lrs"] if before else []) + lrs,
     }
@@ -112,6 +113,7 @@ def by_hand(max_grad_norm, broken=None, scaler=None, dtype=None, muon=False):
         if not optimizer.control.skip:
             schedule.step()
     assert min(norms) < max_grad_norm or max_grad_norm < 1
+    assert optimizer.control.orthogonalized == muon
     return trained(model, optimizer, norms, lrs)
 
 

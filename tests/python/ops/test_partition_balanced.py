@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchopt_ext import ops
+from torchopt_ext.optim.balanced_plan import plan_buckets
 
 pytestmark = pytest.mark.newest_torch
 BLOCK = 4096
@@ -121,6 +124,38 @@ def test_several_buckets(
     numels, rows = [n for n, _ in tensors], [length for _, length in tensors]
     plan = ops.partition_balanced(numels, rows, world_size, bucket_elements, alignment)
     check(tensors, plan, world_size, bucket_elements, alignment)
+
+
+stacks = st.tuples(st.integers(1, 4), st.integers(0, 70), st.sampled_from([1, 27, 64, 100, 256]))
+matrices = st.tuples(st.integers(0, 70), st.sampled_from([1, 27, 63, 64, 100, 4096, 4160, 9000]))
+
+
+@given(
+    st.lists(st.one_of(stacks, matrices), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.sampled_from([None, 1, 20_000]),
+)
+@settings(max_examples=200, deadline=None)
+def test_rows_that_stay_whole(
+    shapes: list[tuple[int, ...]], world_size: int, bucket_elements: int | None
+) -> None:
+    """A cut is where the row of a matrix begins, and where the sum of squares allows it."""
+    params = [torch.empty(shape, device="meta") for shape in shapes]
+    rows = [math.prod(shape[1:]) if math.prod(shape) else 1 for shape in shapes]
+    widths = [shape[-1] for shape in shapes]
+    free = plan_buckets(params, rows, world_size, bucket_elements)
+    buckets, starts, lengths, cuts = plan_buckets(params, rows, world_size, bucket_elements, widths)
+    assert (buckets, starts, lengths) == free[:3]
+    for b, (edges, length) in enumerate(zip(cuts, lengths, strict=True)):
+        places = {0, length}
+        for i in [i for i in range(len(params)) if buckets[i] == b]:
+            inside = places_inside(params[i].numel(), rows[i], 64)
+            places |= {starts[i], *(starts[i] + k for k in inside if k % widths[i] == 0)}
+        assert edges == sorted(edges) and len(edges) == world_size + 1
+        assert set(edges) <= places
+        # From a cut that is allowed without this rule to the nearest on either side.
+        for edge, before in zip(edges, free.cuts[b], strict=True):
+            assert abs(edge - before) == min(abs(place - before) for place in places)
 
 
 def test_no_tensors() -> None:

@@ -458,6 +458,7 @@ def test_other_threads_run_while_pages_are_locked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("algorithm", ["muon", "normuon"])
 @pytest.mark.parametrize("way", ["fp32", "bf16, master", "bf16, remainder8, int8, random"])
 def test_muon_with_adamw(algorithm: str, way: str) -> None:
+    """deepspeedai/DeepSpeed#8463: with states on the host, training diverged."""
     optimizers = []
     for options in ({}, {"state_device": "cpu"}, {"state_device": "cpu", "state_fraction": 0.5}):
         params = make_params([(8, 80), (80, 8), (64,), (16, 64)], WAYS[way].dtype)

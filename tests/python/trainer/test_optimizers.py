@@ -141,6 +141,7 @@ def test_patterns_send_matrices_to_muon_and_to_adamw(
             optimizer.step()
     for weight, expected in zip(model.parameters(), copy.parameters(), strict=True):
         assert torch.equal(weight, expected)
+    assert float(container.control.orthogonalized) == 2
     saved = container.state_dict()
     assert "state.3.weight.momentum_buffer" in saved and "state.1.weight.exp_avg" in saved
 
