@@ -6,9 +6,13 @@ import gc
 
 import pytest
 
+from .support.tiers import mark_slow_combinations
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests with long time limits first, so that no worker ends with only a long test left."""
+    mark_slow_combinations(items)
 
     def limit(item: pytest.Item) -> float:
         marker = item.get_closest_marker("timeout")

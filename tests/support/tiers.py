@@ -1,0 +1,35 @@
+"""Which combinations of parameters the fast tests try. The slow ones try all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+
+def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
+    """Marks as slow what :func:`covering` leaves out of the cases of each test."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        left_out = {*range(len(cases))} - {*covering([values_of(case) for case in cases])}
+        for i in left_out:
+            cases[i].add_marker(pytest.mark.slow)
+
+
+def values_of(item: pytest.Item) -> frozenset[tuple[str, int]]:
+    """Returns a test's parameters, each with the number of its value."""
+    spec = getattr(item, "callspec", None)
+    return frozenset() if spec is None else frozenset(spec.indices.items())
+
+
+def covering(cases: Sequence[frozenset[tuple[str, int]]]) -> list[int]:
+    """Returns cases that have every value of every parameter, and few of their combinations."""
+    chosen: list[int] = []
+    missing = frozenset[tuple[str, int]]().union(*cases)
+    while missing or not chosen:
+        # A case with nothing new would be a combination more.
+        chosen.append(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
+        missing -= cases[chosen[-1]]
+    return chosen
