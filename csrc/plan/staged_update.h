@@ -18,7 +18,9 @@ struct StagingRing {
   // eight bytes.
   static constexpr int64_t kLeast = int64_t{256} << 10;
 
-  explicit StagingRing(int64_t bytes) : slot_bytes(std::max(bytes, kLeast)) {}
+  explicit StagingRing(int64_t bytes)
+      : slot_bytes(static_cast<int64_t>(
+            SlotLayout::aligned(static_cast<size_t>(std::max(bytes, kLeast))))) {}
 
   char* memory() const { return static_cast<char*>(slots.mutable_data_ptr()); }
 
