@@ -25,6 +25,7 @@ Clock = Callable[[Call], float]
 Row = dict[str, Any]
 Samples = list[float]  # milliseconds per call, one for each round
 LOOP = "plain loop"  # the implementation name of the roofline's cases
+SLOW = 5_000.0  # milliseconds: what the caches hold and a repetition do not count
 CACHED = 10_000_000  # parameters; a smaller set fits into the caches of some machines
 
 
@@ -78,15 +79,17 @@ def time_in_turn(
     """Times every case once per round.
 
     Args:
-        calls: how many calls in a row give one sample, their mean. An untimed call comes first.
+        calls: how many calls in a row give one sample, their mean. An untimed call comes first. A
+            call of more than SLOW is a sample by itself.
         flush: called before each timed call.
     """
     for case in cases:  # creates state and plans
         case.call()
 
     def sample(call: Call) -> float:
+        if (spent := clock(call)) > SLOW:
+            return spent
         spent = 0.0
-        call()
         for _ in range(calls):
             if flush is not None:
                 flush()

@@ -234,6 +234,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action="store_true", help="also with bf16 products")
     parser.add_argument("--sets", nargs="+", choices=sets(quick=True), help="all by default")
+    others = (COMPILED, *PEERS)
+    parser.add_argument("--beside", nargs="*", choices=others, default=others, help="all by default")
     options = parser.parse_args()
     about = harness.start(options, options.threads)
     if options.quick:
@@ -243,7 +245,7 @@ def main() -> None:
     bf16 = options.bf16 or rates[n, torch.bfloat16] > rates[n, torch.float32]
     shapes = {k: v for k, v in sets(options.quick).items() if k in (options.sets or [k])}
     builds = [partial(build, name, *its, bf16) for name, its in shapes.items()]
-    for peer in (COMPILED, *PEERS):
+    for peer in options.beside:
         builds += [
             partial(build_beside, name, *its, peer)
             for name, its in shapes.items()

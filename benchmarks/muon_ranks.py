@@ -109,10 +109,12 @@ def bytes_of(ranks: int, shapes: list[list[int]], steps: int) -> tuple[list[Row]
 
 def main() -> None:
     parser = harness.parser(__doc__, "bench-muon-ranks", rounds=5)
+    parser.add_argument("--width", type=int, default=768, help="of GPT-2; less where bf16 is slow")
     parser.add_argument("--only-bytes", action="store_true", help="count bytes, measure no times")
     options = parser.parse_args()
     about = harness.start(options, 1)
-    matrices = [shape for shape in gpt2_shapes()[2:] if len(shape) == 2]
+    gpt2 = gpt2_shapes(width=options.width)
+    matrices = [shape for shape in gpt2[2:] if len(shape) == 2]
     shapes = [(48, 32), (32, 48)] * 4 if options.quick else matrices
     rows: list[Row] = []
     of_bytes: list[Row] = []
