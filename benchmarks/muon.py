@@ -234,8 +234,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action="store_true", help="also with bf16 products")
     parser.add_argument("--sets", nargs="+", choices=sets(quick=True), help="all by default")
-    others = (COMPILED, *PEERS)
-    parser.add_argument("--beside", nargs="*", choices=others, default=others, help="all by default")
+    beside = (COMPILED, *PEERS)
+    parser.add_argument(
+        "--beside", nargs="*", choices=beside, default=beside, help="all by default"
+    )
     options = parser.parse_args()
     about = harness.start(options, options.threads)
     if options.quick:
