@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from torchopt_ext import FusedMuon
 from torchopt_ext.cli.tensors import gpt2_shapes
 
 OURS, OURS_BF16, GATHERED = "FusedMuon", "FusedMuon, bf16 products", "torch.optim.Muon, gathered"
+DION = "dion's Muon, bf16 products"
 MUON = {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 TARGETS = {2: 1.8, 4: 3.5}
 Row = tuple[str, ...]
@@ -33,11 +37,25 @@ def rows_of(tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
 
 
-def ours(shapes: list[list[int]], **options: Any) -> Callable[[], object]:
+def rows_with_gradients(shapes: list[list[int]]) -> list[nn.Parameter]:
     params = [nn.Parameter(rows_of(torch.randn(shape))) for shape in shapes]
     for param in params:
         param.grad = rows_of(torch.randn(param.shape))
-    return FusedMuon(params, **MUON, **options).step
+    return params
+
+
+def ours(shapes: list[list[int]], **options: Any) -> Callable[[], object]:
+    return FusedMuon(rows_with_gradients(shapes), **MUON, **options).step
+
+
+def dions(shapes: list[list[int]]) -> Callable[[], object]:
+    """Returns a step of dion's Muon without products."""
+    params = rows_with_gradients(shapes)
+    optimizer = import_module("dion").Muon(
+        params, params[0].device_mesh, newton_schulz_func=lambda directions, epsilon: directions
+    )
+    step: Callable[[], object] = torch.compiler.set_stance("force_eager")(optimizer.step)
+    return step
 
 
 def gathered(shapes: list[list[int]]) -> Callable[[], object]:
@@ -79,9 +97,15 @@ def sent_bytes() -> int:
 def sent(shapes: list[list[int]], steps: int) -> dict[str, list[float]]:
     """Returns bytes sent in a step by all ranks, each by itself with nothing else on loopback."""
     dist.init_process_group("gloo")
+    without_products = {
+        OURS: partial(ours, shapes, ns_steps=0),
+        OURS_BF16: partial(ours, shapes, ns_steps=0, orthogonalize_dtype=torch.bfloat16),
+    }
+    if find_spec("dion"):
+        without_products[DION] = partial(dions, shapes)
     found = {}
-    for name, options in ((OURS, {}), (OURS_BF16, {"orthogonalize_dtype": torch.bfloat16})):
-        step, counts = ours(shapes, ns_steps=0, **options), []  # the same without products
+    for name, build in without_products.items():
+        step, counts = build(), []
         for _ in range(1 + steps):  # the first connects
             dist.barrier()
             before = sent_bytes()
@@ -97,13 +121,14 @@ def bytes_of(ranks: int, shapes: list[list[int]], steps: int) -> tuple[list[Row]
     elements = sum(rows * cols for rows, cols in shapes)
     rows, targets = [], []
     for name, counts in run_ranks(sent, ranks, shapes, steps).items():
-        formula = 2 * (2 if name == OURS_BF16 else 4) * elements * (ranks - 1) / ranks
+        formula = 2 * (4 if name == OURS else 2) * elements * (ranks - 1) / ranks
         most = max(counts)
         ratio = most / formula
         figures = (f"{most / ranks / 1e6:.1f}", f"{formula / ranks / 1e6:.1f}", f"{ratio:.4f}")
         rows.append((on_ranks(ranks), name, *figures))
-        what = f"{on_ranks(ranks)}, {name}: bytes of the formula's"
-        targets.append(target_line(what, ratio, 1.02, at_least=False))
+        if name != DION:
+            what = f"{on_ranks(ranks)}, {name}: bytes of the formula's"
+            targets.append(target_line(what, ratio, 1.02, at_least=False))
     return rows, targets
 
 

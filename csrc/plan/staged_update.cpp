@@ -35,7 +35,8 @@ std::vector<Array> arrays_on_host(const TensorWork& tensor) {
 }  // namespace
 
 void StagedUpdate::fill(const WorkList& work) {
-  Staged& staged = staged_.emplace();
+  staged_ = std::make_unique<Staged>();
+  Staged& staged = *staged_;
   staged.counted.work.tensors = work.tensors;
   staged.counted.work.options = work.options;
   staged.counted.tensors.resize(work.tensors.size());
@@ -120,7 +121,7 @@ void StagedUpdate::prepare(const WorkList& work, at::Device device) {
                              at::TensorOptions().device(device).dtype(at::kByte));
     ring_->streams = passes.staging_streams(device);
   }
-  if (!staged_) {
+  if (staged_ == nullptr) {
     fill(work);
   }
   passes.prepare(staged_->counted.work, device);

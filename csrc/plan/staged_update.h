@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "work/passes.h"
@@ -57,7 +56,7 @@ class StagedUpdate {
   void add_bucket(const WorkList& work, const std::vector<Chunk>& pieces);
 
   std::shared_ptr<StagingRing> ring_;
-  std::optional<Staged> staged_;
+  std::unique_ptr<Staged> staged_;
 };
 
 }  // namespace torchopt_ext

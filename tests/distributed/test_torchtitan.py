@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ..support.ranks import Results, assert_passed
 from .torchtitan_runs import (
     HERE,
     SAVED,
@@ -402,6 +403,11 @@ def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layou
     assert "optimizer.state.lm_head.weight.exp_avg" in entries
     if kind != "kimi":  # which has heads and experts
         assert_each_is_orthogonalized(whole)
+
+
+@only_030
+def test_distmuons_own_tests_hold_for_ours(run_ranks: Callable[..., Results]) -> None:
+    assert_passed(run_ranks("torchtitan_muon_worker.py", 4))
 
 
 @only_030

@@ -112,7 +112,7 @@ namespace {
 class LateStreams final : public StagingStreams {
  public:
   void copy(StagingStream stream, void* to, const void* from, size_t bytes) override {
-    in(stream).push_back([=] {
+    in(stream).emplace_back([=] {
       if (protection != 0) {
         allow(true);
       }
@@ -134,7 +134,7 @@ class LateStreams final : public StagingStreams {
     if (stream == StagingStream::kCurrent) {
       run(of, count);
     } else {
-      in(stream).push_back([this, of = of, count = count] { run(of, count); });
+      in(stream).emplace_back([this, of = of, count = count] { run(of, count); });
     }
   }
 
