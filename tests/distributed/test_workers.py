@@ -56,6 +56,8 @@ def worker(
         worker("zero_groups", (4,)),
         worker("zero_random", (2,)),
         worker("zero_rejected", (2,), NEWEST),
+        worker("zero_scale", (2,), NEWEST),
+        worker("zero_scale", (3,), NEWEST, SLOW),
         worker("zero_sharded", (2, 3), NEWEST),
         worker("zero_sharded", (4,), NEWEST, SLOW),
         worker("zero_state", (4,), NEWEST, seconds=240),

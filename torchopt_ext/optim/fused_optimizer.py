@@ -38,9 +38,15 @@ from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
 from torchopt_ext.state.host_memory import HostMemory, is_on_host
 from torchopt_ext.state.local import local_tensor, mesh_groups
-from torchopt_ext.state.masters import refresh_master, scale_weight, set_weight
+from torchopt_ext.state.masters import refresh_master, row_factors, scale_weight, set_weight
 from torchopt_ext.state.matrices import fix_settings, matrices_of
-from torchopt_ext.state.params import drop_replaced, named_group_params, named_params, params_of
+from torchopt_ext.state.params import (
+    drop_replaced,
+    find_param,
+    named_group_params,
+    named_params,
+    params_of,
+)
 from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, with_own_steps
@@ -504,16 +510,19 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             ValueError: there is no such parameter, ZeRO has divided it between ranks, or n does not
                 divide its rows.
         """
-        for name, own in named_params(self):
-            if own is param or (isinstance(param, str) and name == param):
-                if marked_cut(own) is not None:
-                    raise ValueError(f"parameter {name!r} is a part of a weight, whose rows count")
-                self._wait_for_states()
-                scale_weight(own, self.state.get(own, {}), factors, self._storage)
-                self._mark_weights([own])
-                return
-        what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
-        raise ValueError(f"{type(self).__name__} has no parameter {what}")
+        name, own = find_param(self, param)
+        if marked_cut(own) is not None:
+            raise ValueError(
+                f"parameter {name!r} is a part of a weight: call ZeroRedundancyOptimizer.scale_"
+            )
+        self._wait_for_states()
+        self._scale_rows(own, row_factors(own, factors))
+
+    @torch.no_grad()
+    def _scale_rows(self, param: Tensor, factors: Tensor) -> None:
+        """Multiplies each row, or each element, of a weight by a factor."""
+        scale_weight(param, self.state.get(param, {}), factors, self._storage)
+        self._mark_weights([param])
 
     def _keeps_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master weight or a remainder."""

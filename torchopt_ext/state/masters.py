@@ -135,11 +135,11 @@ def set_weight(param: Tensor, state: dict[str, Any], weight: Tensor, storage: St
         local_tensor(state[kept]).copy_(rest)
 
 
-def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage: Storage) -> None:
-    """Multiplies equal blocks of rows of a weight, with what completes it, by a factor each.
+def row_factors(param: Tensor, factors: Any) -> Tensor:
+    """Returns the factor of each row that this rank has, from those of equal blocks of rows.
 
-    Goes through the rows in one pass, and holds at most :data:`_ELEMENTS` elements in float32, or a
-    row, beside the weight.
+    Raises:
+        TypeError, ValueError: the factors do not fit, or no step could update the parameter.
     """
     if not isinstance(factors, Tensor):
         raise TypeError(f"factors are {factors!r:.200}, expected a tensor")
@@ -151,23 +151,38 @@ def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage:
         )
     if problem := param_problem(param):
         raise ValueError(f"the weight {problem}")
+    rows = factors.repeat_interleave(param.shape[0] // len(factors))
+    if is_dtensor(param):
+        shape, offset = local_shape_and_offset(param)
+        rows = rows[offset[0] : offset[0] + shape[0]]
+    return rows
+
+
+def scale_weight(param: Tensor, state: dict[str, Any], factors: Tensor, storage: Storage) -> None:
+    """Multiplies each row of a weight, with what completes it, by a factor.
+
+    Goes through the rows in one pass, and holds at most :data:`_ELEMENTS` elements in float32, or a
+    row, beside the weight.
+
+    Args:
+        factors: one for each row or, of a contiguous weight, for each element.
+    """
     if not state:  # before the first step nothing completes a weight
         storage = Storage()
     kept = storage.master_of(param)
     if kept is not None:
         fit_master(param, state, storage)
-    rows = factors.repeat_interleave(param.shape[0] // len(factors))
-    if is_dtensor(param):
-        shape, offset = local_shape_and_offset(param)
-        rows = rows[offset[0] : offset[0] + shape[0]]
     local = local_tensor(param)
     held = {name: local_tensor(state[name]) for name in MASTERS.keys() & state.keys()}
+    if len(factors) != local.shape[0]:
+        local, held = local.view(-1), {name: value.view(-1) for name, value in held.items()}
     count = max(1, _ELEMENTS // max(1, math.prod(local.shape[1:])))
     for first in range(0, local.shape[0], count):
         block = slice(first, first + count)
         completes = {name: value[block] for name, value in held.items()}
         weight = weight_of(local[block], completes)
-        scale = rows[block].to(weight.device, weight.dtype).view(-1, *[1] * (local.dim() - 1))
-        set_weight(local[block], completes, weight * scale, storage)
+        scale = factors[block].to(weight.device, weight.dtype)
+        scaled = weight * scale.view(-1, *[1] * (local.dim() - 1))
+        set_weight(local[block], completes, scaled, storage)
     for other in MASTERS.keys() - {kept}:
         state.pop(other, None)

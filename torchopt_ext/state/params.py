@@ -32,6 +32,19 @@ def named_params(optimizer: Any) -> list[tuple[str, Tensor]]:
     return [(name, param) for _, _, name, param in named_group_params(optimizer)]
 
 
+def find_param(optimizer: Any, param: Tensor | str) -> tuple[str, Tensor]:
+    """Returns the name or "" and the parameter that is ``param``, or has this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for name, own in named_params(optimizer):
+        if own is param or (isinstance(param, str) and name == param):
+            return name, own
+    what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
+    raise ValueError(f"{type(optimizer).__name__} has no parameter {what}")
+
+
 def take_replaced(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
     """Removes state of step 0 of parameters that are in no group any more.
 

@@ -280,6 +280,23 @@ class BalancedBuckets:
         flying = list(self._updates_in_flight)
         self.wait_for_updates(b for b in flying if not b.places.keys() <= self._lazy.keys())
 
+    @torch.no_grad()
+    def send(self, param: Tensor) -> None:
+        """Sends every rank's elements of one parameter to all other ranks."""
+        if self.ranks.size == 1:
+            return
+        bucket = self.reducer.bucket_of[param]
+        start, end = bucket.start(param), bucket.start(param) + param.numel()
+        with collective("returning the updated parameters", self.ranks.timeout):
+            works = []
+            for rank in range(self.ranks.size):
+                lo, hi = bucket.range_of(rank)
+                if max(lo, start) < min(hi, end):
+                    held = bucket.flat[max(lo, start) : min(hi, end)]
+                    works.append(self.ranks.broadcast(held, rank))
+            for work in works:
+                wait(work)
+
     def _gather(self, bucket: Bucket) -> tuple[list[Any], Tensor | None]:
         """Starts one all-gather of windows of equal size, later copied to their places."""
         first, group = bucket.cuts[self.ranks.rank], self.ranks.group

@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import is_
 from typing import Any, Self
@@ -27,7 +27,6 @@ from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict import dcp
 from torchopt_ext.statedict.loaded import expect_dict, undone_if_raised
 from torchopt_ext.zero import state as zero_state
-from torchopt_ext.zero.averages import AveragesOfRanks
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.exchange import check_same
 from torchopt_ext.zero.join import SteppingHook, share
@@ -53,12 +52,13 @@ from torchopt_ext.zero.parameters import (
 )
 from torchopt_ext.zero.ranks import Ranks, bounded
 from torchopt_ext.zero.rollback import regrown_if_raised
+from torchopt_ext.zero.weights import WeightsOfRanks
 from torchopt_ext.zero.whole import WholeTensors
 
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(AveragesOfRanks, HookedStep, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
     """Divides an optimizer's state, and the work of its step, among the ranks of a group.
 
     It replaces torch.distributed.optim.ZeroRedundancyOptimizer (ZeRO stage 1, arXiv:1910.02054).
@@ -417,22 +417,6 @@ class ZeroRedundancyOptimizer(AveragesOfRanks, HookedStep, Optimizer, Joinable):
     """The norm that the local FusedOptimizer clips to. Set it on all ranks."""
     skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
-
-    @bounded
-    @torch.no_grad()
-    def refresh_masters(self, from_: Mapping[Any, Tensor] | None = None) -> None:
-        """Works like :meth:`torchopt_ext.FusedAdamW.refresh_masters`. Call it on all ranks.
-
-        Args:
-            from_: whole float32 weights by parameter or name, the same on all ranks.
-
-        Raises:
-            AttributeError: the local optimizer is not a fused one.
-            ValueError: a weight is missing or does not fit, on any rank. Nothing is changed.
-        """
-        self.wait_for_params()
-        self.local.refresh_masters(from_)
-        self._consolidated = None
 
     def overlap_forward(self, *modules: torch.nn.Module) -> None:
         """Lets ``step`` return before the parameters of modules, such as layers, have arrived.

@@ -63,6 +63,18 @@ class Part:
         whole = isinstance(value, Tensor) and value.shape == self.like.shape and value.dim() > 0
         return self.cut(value) if whole and not self.is_whole else value
 
+    def rows(self) -> Tensor:
+        """Returns to which row of the parameter each row of ``tensor`` belongs.
+
+        If elements of one row of ``tensor`` belong to several, has a number for each element.
+        """
+        if self.is_whole:
+            return torch.arange(self.tensor.shape[0])
+        outermost = memory_order(self.like)[0] == 0
+        width = self.tensor.shape[1:].numel() if outermost else 1
+        first = torch.arange(self.begin, self.end, max(1, width))
+        return first // max(1, self.like.stride(0)) % self.like.shape[0]
+
     @property
     def is_empty(self) -> bool:
         """Whether other ranks have all of the parameter."""

@@ -140,16 +140,27 @@ class WholeTensors:
                 self._outgoing.append([b for alike in kinds.values() for b in batches(alike)])
         self._places = _C.places(list(self.owner))
 
-    @torch.no_grad()
     def send_updates(self) -> None:
         """Sends every parameter from its owner to all other ranks."""
+        self._send(self._outgoing)
+
+    def send(self, param: Tensor) -> None:
+        """Sends one parameter from its owner to all other ranks. Raises ValueError without one."""
+        if param not in self.owner:
+            raise ValueError(f"{self._params.called(param)} is no rank's in params_per_rank")
+        batch = [[param]] if param.numel() else []
+        self._send([batch * (rank == self.owner[param]) for rank in range(self.ranks.size)])
+
+    @torch.no_grad()
+    def _send(self, outgoing: Sequence[Sequence[list[Tensor]]]) -> None:
+        """Sends batches of parameters, by their owner, to all other ranks."""
         if self.ranks.size == 1:
             return
         with collective("returning the updated parameters", self.ranks.timeout):
             works: list[Any] = []
             unpack: list[tuple[list[Tensor], list[Tensor]]] = []
             for rank in range(self.ranks.size):
-                for batch in self._outgoing[rank]:
+                for batch in outgoing[rank]:
                     flat = flat_memory(batch[0]) if len(batch) == 1 else None
                     if flat is None:
                         flat = flatten_dense([p.data for p in batch])

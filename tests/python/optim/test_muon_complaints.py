@@ -261,7 +261,7 @@ def test_zero_8_bits_and_clipped_heads_go_together(partition: str) -> None:
         zero.zero_grad()
         assert float(zero.control.orthogonalized) == 4 + 1
         norms = heads.detach().float().view(4, -1).norm(dim=1)
-        zero.optim.scale_(zero.optim.param_groups[0]["params"][0], (6.0 / norms).clamp(max=1.0))
+        zero.scale_(heads, (6.0 / norms).clamp(max=1.0))
         assert float(heads.detach().float().view(4, -1).norm(dim=1).max()) < 6.0 * (1 + 2**-8)
     assert losses[-1] < losses[0] / 2
     state = zero.optim.state[zero.optim.param_groups[0]["params"][0]]
