@@ -175,7 +175,7 @@ TWO = [{"params": [torch.ones(2)]}, {"params": [torch.ones(3)]}]
     ("params", "kwargs", "error", "message"),
     [
         (torch.ones(3), {}, TypeError, "iterable of Tensors"),
-        (3, {}, TypeError, "iterable"),
+        (3, {}, TypeError, "params is 3, expected parameters"),
         ([], {}, ValueError, "empty parameter list"),
         ([{"params": []}], {}, ValueError, "empty parameter list"),
         ([torch.ones(2), 1.5], {}, TypeError, "one of the params is float"),
