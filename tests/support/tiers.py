@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+EMPTY: frozenset[tuple[str, int]] = frozenset()
+
 
 def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
     """Marks as slow what :func:`covering` leaves out of the cases of each test."""
@@ -19,15 +21,15 @@ def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
 
 
 def values_of(item: pytest.Item) -> frozenset[tuple[str, int]]:
-    """Returns a test's parameters, each with the number of its value."""
+    """Returns a test's parameters with their values, which combinations share: by identity."""
     spec = getattr(item, "callspec", None)
-    return frozenset() if spec is None else frozenset(spec.indices.items())
+    return frozenset((name, id(value)) for name, value in spec.params.items()) if spec else EMPTY
 
 
 def covering(cases: Sequence[frozenset[tuple[str, int]]]) -> list[int]:
     """Returns cases that have every value of every parameter, and few of their combinations."""
     chosen: list[int] = []
-    missing = frozenset[tuple[str, int]]().union(*cases)
+    missing = EMPTY.union(*cases)
     while missing or not chosen:
         # A case with nothing new would be a combination more.
         chosen.append(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
