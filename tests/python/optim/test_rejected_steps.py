@@ -217,9 +217,9 @@ STEPS: dict[str, tuple[dict[str, Any], Spoil, str]] = {
         {}, gradient(lambda p: TwoTensor(p.detach(), p.detach())),
         r"gradient 1 \('p1'\) is a tensor subclass without memory of its own",
     ),
-    "double": ({}, gradient(lambda p: p.double()), r"gradient 1 \('p1'\).*Double"),
-    "integer": ({}, gradient(lambda p: p.long()), r"gradient 1 \('p1'\).*Long"),
-    "complex": ({}, gradient(lambda p: p + 0j), r"gradient 1 \('p1'\).*Complex"),
+    "double": ({}, gradient(lambda p: p.double()), r"gradient 1 \('p1'\).*float64"),
+    "integer": ({}, gradient(lambda p: p.long()), r"gradient 1 \('p1'\).*int64"),
+    "complex": ({}, gradient(lambda p: p + 0j), r"gradient 1 \('p1'\).*complex64"),
     "transposed": (WRITE_BACK, gradient(lambda p: torch.randn(64, 3).t()), "gradient 1 .*strides"),
     "strided": (WRITE_BACK, gradient(lambda p: torch.ones(3, 128)[:, ::2]), "strides"),
     "expanded": (
