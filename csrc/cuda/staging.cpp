@@ -17,7 +17,7 @@ class CudaStreams final : public StagingStreams {
       : device_(device),
         up_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
         down_(up_) {
-    while (down_ == up_) {  // another stream than the caller's, too, which may be of the pool
+    while (down_ == up_) {  // the pool's streams come round robin
       down_ = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
     }
     const c10::cuda::CUDAGuard guard(device);

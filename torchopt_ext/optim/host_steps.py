@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchopt_ext.optim.param_states import Apart
 from torchopt_ext.optim.placed_states import PlacedStates
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.devices import is_captured
+from torchopt_ext.state.host_memory import Need
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.params import params_of
 from torchopt_ext.state.storage import MASTER
@@ -25,6 +26,10 @@ from torchopt_ext.state.storage import MASTER
 logger = logging.getLogger(__name__)
 
 _BUCKET = 64 << 20  # bytes of weights: one bucket is copied while another is stepped
+
+
+def _bytes_of(needs: Iterable[Need]) -> int:
+    return sum(local_tensor(need.param).numel() * need.dtype.itemsize for need in needs)
 
 
 class HostSteps(PlacedStates):
@@ -70,7 +75,7 @@ class HostSteps(PlacedStates):
         elements = {id(need.param): local_tensor(need.param) for need in needs}.values()
         count = sum(local.numel() for local in elements) or 1
         weight = sum(local.nbytes for local in elements) / count
-        states = sum(local_tensor(n.param).numel() * n.dtype.itemsize for n in needs) / count
+        states = _bytes_of(needs) / count
         measured = bandwidths(local_tensor(needs[0].param).device)
         faster = measured.step_on_host(
             states, weight, weight, read=all(need.name != MASTER for need in needs)
@@ -112,8 +117,7 @@ class HostSteps(PlacedStates):
         """Returns the bytes of a slot in which the step stages states; 0 if it stages none."""
         if self.offload_path != "staged":
             return 0
-        needs = self._needs_on_host()
-        states = sum(local_tensor(n.param).numel() * n.dtype.itemsize for n in needs)
+        states = _bytes_of(self._needs_on_host())
         return max(1, min(_BUCKET, states // 4))  # so that three slots are less than the states
 
     def _reject_capture(self) -> None:
