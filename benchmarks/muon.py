@@ -135,14 +135,18 @@ def plain_loops(matrices: list[Tensor], rest: list[Tensor]) -> Case:
     return Case(LOOP, NO_PRODUCTS, roofline.in_turn(*loops).call, 32)
 
 
+def build_passes(name: str, matrices: Shapes, rest: Shapes) -> Group:
+    mine, others = gradients_of(matrices), gradients_of(rest)
+    passes = fused(mine, others, orthogonalize=unchanged)
+    ours = Case(OURS, NO_PRODUCTS, passes, 32, roofline=NO_PRODUCTS)
+    return Group(name, [*matrices, *rest], [ours, plain_loops(mine, others)], None)
+
+
 def build(name: str, matrices: Shapes, rest: Shapes, bf16: bool) -> Group:
     mine, others = gradients_of(matrices), gradients_of(rest)
     torchs = partial(torch.optim.Muon, **MUON)
-    passes = fused(mine, others, orthogonalize=unchanged)
     cases = [
         Case(OURS, CLIP, fused(mine, others), 32),
-        Case(OURS, NO_PRODUCTS, passes, 32, roofline=NO_PRODUCTS),
-        plain_loops(mine, others),
         Case(TORCH, CLIP, two_optimizers(torchs, mine, others), 66),
     ]
     if bf16:
@@ -232,6 +236,7 @@ def targets(
 def main() -> None:
     parser = harness.parser(__doc__, "bench-muon", rounds=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only-passes", action="store_true", help="not the products")
     parser.add_argument("--bf16", action="store_true", help="also with bf16 products")
     parser.add_argument("--sets", nargs="+", choices=sets(quick=True), help="all by default")
     beside = (COMPILED, *PEERS)
@@ -246,8 +251,10 @@ def main() -> None:
     n = max(n for n, _ in rates)
     bf16 = options.bf16 or rates[n, torch.bfloat16] > rates[n, torch.float32]
     shapes = {k: v for k, v in sets(options.quick).items() if k in (options.sets or [k])}
-    builds = [partial(build, name, *its, bf16) for name, its in shapes.items()]
-    for peer in options.beside:
+    builds = [partial(build_passes, name, *its) for name, its in shapes.items()]
+    if not options.only_passes:
+        builds += [partial(build, name, *its, bf16) for name, its in shapes.items()]
+    for peer in () if options.only_passes else options.beside:
         builds += [
             partial(build_beside, name, *its, peer)
             for name, its in shapes.items()

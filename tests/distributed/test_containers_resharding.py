@@ -108,7 +108,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("cases", "source", "target"),
     [
-        (functools.partial(conversions, every=2), 1, 2),
+        slow(functools.partial(conversions, every=2), 1, 2),
         (matrix, 2, 1),
         pytest.param(some, 4, 3, marks=NEWEST),
         *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),

@@ -18,14 +18,18 @@ from .muon_failures_worker import ONCE, TIMEOUT
 pytestmark = [pytest.mark.timeout(120), pytest.mark.newest_torch]
 
 WORKER = Path(__file__).with_name("muon_failures_worker.py")
-STOP, SLOW = signal.SIGSTOP, pytest.mark.slow
+KILL, STOP, SLOW = signal.SIGKILL, signal.SIGSTOP, pytest.mark.slow
 PHASES = ["agreement", "norm", "average", "products", "return", "apply"]
+FAST = [("agreement", KILL), ("products", STOP)]  # before anything is stepped, and within
 
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [(phase, signal.SIGKILL) for phase in PHASES]
-    + [pytest.param(p, STOP, marks=[SLOW] * (p != "products")) for p in PHASES],
+    [
+        pytest.param(phase, number, marks=[SLOW] * ((phase, number) not in FAST))
+        for phase in PHASES
+        for number in (KILL, STOP)
+    ],
 )
 def test_the_others_say_what_they_stepped(
     tmp_path: Path, phase: str, number: signal.Signals

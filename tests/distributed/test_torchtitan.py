@@ -227,6 +227,7 @@ def assert_clips_as_stock(runs: Runs, layout: str, kind: str) -> None:
         assert 0 < line.get("clip_factor", 0.5) < 1
 
 
+@pytest.mark.slow
 @LAYOUT
 def test_deferred_clipping_equals_stock(runs: Runs, layout: str) -> None:
     assert_clips_as_stock(runs, layout, "deferred")
@@ -317,7 +318,8 @@ def test_resume_repeats_every_digit_in_other_layouts(runs: Runs, layout: str) ->
 
 
 @only_030
-@pytest.mark.parametrize("layout", ["fsdp", slow("pp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
 def test_groups_of_two_optimizers_train_as_stock(runs: Runs, layout: str) -> None:
     stock, ours = (runs.get(layout, kind) for kind in ("stock groups", "groups"))
     fused = "torchopt_ext.optim.fused_adam"
@@ -383,11 +385,12 @@ def test_clipping_in_the_step_is_one_decision_of_all_stages(runs: Runs) -> None:
 
 
 @only_030
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("muon", "single"), *(slow("muon", layout) for layout in ("tp", "ddp", "pp"))]
-    + [slow("dist muon", layout) for layout in ("tp", "pp")]
-    + [slow("kimi", layout) for layout in ("single", "ddp")],
+    [("muon", layout) for layout in ("single", "tp", "ddp", "pp")]
+    + [("dist muon", layout) for layout in ("tp", "pp")]
+    + [("kimi", layout) for layout in ("single", "ddp")],
 )
 def test_muon_over_ranks_trains_as_in_other_layouts(runs: Runs, kind: str, layout: str) -> None:
     """All ranks have the same data, so that one process continues the run of FSDP2's two."""

@@ -21,6 +21,7 @@ NVCC = "echo Cuda compilation tools, release 13.0, V13.0.88"
 ARCHES = re.findall(r"set\(arches_(\S+) ([\d.+PTX ]+)\)", (ROOT / "CMakeLists.txt").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "script", "environment", "sentence"),
     [

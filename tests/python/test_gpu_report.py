@@ -139,6 +139,7 @@ def test_table_and_targets(report: ModuleType, tmp_path: Path) -> None:
 
 
 @torch.compiler.set_stance("force_eager")  # torchao's steps compile for half a minute
+@pytest.mark.slow
 def test_measurements_run_on_the_cpu(report: ModuleType) -> None:
     """The measurements' Python code runs at tiny sizes. The times mean nothing."""
     torch.set_num_threads(1)

@@ -101,6 +101,7 @@ print(torchopt_ext.ops.__file__)
 
 
 @pytest.mark.newest_torch
+@pytest.mark.slow
 def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
     """The clone's sources run with the installed libraries, or the message says how to build.
 
