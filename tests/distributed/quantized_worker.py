@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchopt_ext
 from tests.python.statedict.jobs import train
 from tests.support.ranks import full_tensor, run_cases
+from tests.support.tiers import in_tier
 from torchopt_ext import FusedAdamW, ZeroRedundancyOptimizer
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.estimate import estimate
@@ -295,7 +296,7 @@ def cases() -> dict[str, Callable[[], None]]:
     kinds = [(kind, kind) for kind in KINDS]
     moves = [("FSDP2", "FSDP2"), ("greedy", "greedy"), ("balanced", "balanced")]
     other = [("greedy", "balanced"), ("balanced", "greedy")]
-    pairs = [*product(kinds, moves + other)]
+    pairs = in_tier(product(kinds, moves + other))
     for kind in ("fp32", "every matrix"):
         pairs += product([(kind, "nearest"), ("nearest", kind)], [moves[0], *other])
     made = {

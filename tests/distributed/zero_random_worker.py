@@ -9,6 +9,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from zero_common import PARTITIONS, Params, whole_state
 from tests.support.compare import assert_same, difference, unchanged
 from tests.support.problems import copy_params, make_params, params_of, set_gradients
 from tests.support.ranks import gathered, run_cases
+from tests.support.tiers import in_tier
 from torchopt_ext import FusedAdamW, FusedLion, FusedSGD
 from torchopt_ext.zero import ZeroRedundancyOptimizer, reduce_scatter_hook
 
@@ -408,7 +410,8 @@ def any_training(seed: int, mode: str) -> None:
 
 def cases() -> dict[str, Callable[[], None]]:
     table = {
-        f"training, {mode} {n}": partial(any_training, n, mode) for mode in MODES for n in range(4)
+        f"training, {mode} {n}": partial(any_training, n, mode)
+        for mode, n in in_tier(product(MODES, range(4)))
     }
     table |= {
         f"whole and sharded, {kind.__name__} {options}": partial(whole_and_sharded, kind, **options)
@@ -421,8 +424,7 @@ def cases() -> dict[str, Callable[[], None]]:
     }
     return table | {
         f"{kind}, {partition}": partial(any_operations, kind, partition, seed)
-        for seed, kind in enumerate(KINDS)
-        for partition in PARTITIONS
+        for (seed, kind), partition in in_tier(product(enumerate(KINDS), PARTITIONS))
     }
 
 

@@ -45,6 +45,7 @@ from zero_common import (
 from tests.support.compare import assert_same, unchanged
 from tests.support.problems import make_params, params_of, set_gradients, train
 from tests.support.ranks import gathered, run_cases
+from tests.support.tiers import in_tier
 from torchopt_ext import FusedAdamW
 from torchopt_ext.statedict.dcp import load
 from torchopt_ext.zero import ZeroRedundancyOptimizer, load_sharded, sharded_state_dict
@@ -529,7 +530,7 @@ def saved(zero: Any) -> io.BytesIO:
 def cases() -> Cases:
     table: Cases = {
         f"chain {name}, {'files' if by_files else 'dicts'}": partial(chain, name, by_files)
-        for name, by_files in product(WAYS, (True, False))
+        for name, by_files in in_tier(product(WAYS, (True, False)))
     }
     for function in (counted_steps, without_state, other_masters, peculiar, foreign, parts):
         table[function.__name__] = function
@@ -537,9 +538,10 @@ def cases() -> Cases:
     for kind in KINDS:
         table[f"torchs_functions {kind}, sharded"] = partial(torchs_functions, kind, **SHARDED)
     table |= {f"tiny {partition}": partial(tiny, partition) for partition in ("greedy", "balanced")}
-    for kind, (name, options) in product(KINDS, PARTITIONS.items()):
-        for of_kind in (torchs_class, torchs_functions, narrower):
-            table[f"{of_kind.__name__} {kind}, {name}"] = partial(of_kind, kind, **options)
+    functions = (torchs_class, torchs_functions, narrower)
+    for function, kind, name in in_tier(product(functions, KINDS, PARTITIONS)):
+        case = partial(function, kind, **PARTITIONS[name])
+        table[f"{function.__name__} {kind}, {name}"] = case
     for layout, (name, options) in product(("channels_last", "double"), PARTITIONS.items()):
         case = partial(codes_of_other_layouts, layout, **options)
         table[f"codes of other layouts, {layout}, {name}"] = case

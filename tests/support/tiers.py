@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
-EMPTY: frozenset[tuple[str, int]] = frozenset()
+EMPTY: frozenset[Any] = frozenset()
 
 
 def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
@@ -26,7 +28,15 @@ def values_of(item: pytest.Item) -> frozenset[tuple[str, int]]:
     return frozenset((name, id(value)) for name, value in spec.params.items()) if spec else EMPTY
 
 
-def covering(cases: Sequence[frozenset[tuple[str, int]]]) -> list[int]:
+def in_tier(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Returns what a worker script tries of its cases: all if "complete" is among its arguments."""
+    given = [*cases]
+    if "complete" in sys.argv:
+        return given
+    return [given[i] for i in covering([frozenset(enumerate(map(str, case))) for case in given])]
+
+
+def covering(cases: Sequence[frozenset[Any]]) -> list[int]:
     """Returns cases that have every value of every parameter, and few of their combinations."""
     chosen: list[int] = []
     missing = EMPTY.union(*cases)
