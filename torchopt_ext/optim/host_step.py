@@ -28,14 +28,15 @@ class HostStep:
     The states are kept alive with the plan.
 
     Args:
-        rows: rows of OptimizerPlan, with the names of their entries between parameter and step.
+        rows: rows of OptimizerPlan by their numbers there, with the names of their entries between
+            parameter and step.
         param_groups, algorithms, options: as OptimizerPlan takes them.
         device: the parameters' device.
     """
 
     def __init__(
         self,
-        rows: Sequence[tuple[Sequence[Any], Sequence[str | None]]],
+        rows: Mapping[int, tuple[Sequence[Any], Sequence[str | None]]],
         param_groups: Sequence[Mapping[str, Any]],
         algorithms: Sequence[Any],
         device: torch.device,
@@ -43,17 +44,18 @@ class HostStep:
     ) -> None:
         self._device = device
         # dense, as the states are
-        like = [torch.empty_like(row[1][0], device="meta") for row, _ in rows]
+        like = [torch.empty_like(row[1][0], device="meta") for row, _ in rows.values()]
         self._weights = self._buffers(like)
         self._gradients = self._buffers(like)
         (self._steps,) = self._buffers([torch.empty(len(rows), device="meta")])
         block = torch.empty(len(CONTROL_FIELDS), dtype=torch.float64, device="meta")
         (self._control,) = self._buffers([block])
-        self._places = {row[4]: k for k, (row, _) in enumerate(rows)}
+        self._places = {number: k for k, number in enumerate(rows)}
+        self._positions = [row[4] for row, _ in rows.values()]  # in the optimizer
         self._groups: list[dict[str, Any]] = [{"params": []} for _ in param_groups]
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         own_rows = []
-        for k, (row, names) in enumerate(rows):
+        for k, (row, names) in enumerate(rows.values()):
             _, tensors, group, name, position, _, *more = row
             weight, step = self._weights[k], self._steps[k]
             held = {n: t for n, t in zip(names, tensors[1:-1], strict=True) if n is not None}
@@ -81,7 +83,7 @@ class HostStep:
     def fetch(
         self,
         states: Sequence[tuple[Tensor, Mapping[str, Any]]],
-        positions: Sequence[int],
+        numbers: Sequence[int],
         gradients: Sequence[Tensor],
         control: Tensor,
     ) -> None:
@@ -89,16 +91,16 @@ class HostStep:
 
         Args:
             states: the optimizer's parameters with their states, in their order.
-            positions: of the parameters that have a gradient.
+            numbers: of the rows whose parameters have a gradient.
             control: the device's control block, which has the decision.
         """
         self._sent = []
         copies = [(self._control, control)]
         for weight in self._weights:
             weight.grad = None
-        for position, gradient in zip(positions, gradients, strict=True):
-            k = self._places[position]
-            weight, (param, state) = self._weights[k], states[position]
+        for number, gradient in zip(numbers, gradients, strict=True):
+            k = self._places[number]
+            weight, (param, state) = self._weights[k], states[self._positions[k]]
             if self._gradients[k].dtype != gradient.dtype:
                 (self._gradients[k],) = self._buffers(
                     [torch.empty_like(weight, dtype=gradient.dtype, device="meta")]
@@ -115,8 +117,9 @@ class HostStep:
             self._sent += [(local_tensor(scale), buffer) for scale, buffer in scales]
             copies.append((own["step"], state["step"]))
             self._sent.append((state["step"], own["step"]))
-        for position in self._places.keys() - set(positions):  # only their averages change
-            weight, (param, state) = self._weights[self._places[position]], states[position]
+        for number in self._places.keys() - set(numbers):  # only their averages change
+            k = self._places[number]
+            weight, (param, state) = self._weights[k], states[self._positions[k]]
             if EMA in (own := self._state[weight]):
                 copies.append((own["step"], state["step"]))
                 if MASTER not in state:

@@ -148,10 +148,10 @@ class HostSteps(PlacedStates):
             if device not in self._copies:
                 self._copies = {**self._copies, device: (SideStream(device), SideStream(device))}
             down, up = self._copies[device]
-            positions, _, _, gradients = collected[part]
+            numbers, _, _, gradients = collected[part]
             block, _ = self._block(device)
 
-            def fetch(host: Any = host, args: Any = (positions, gradients, block)) -> None:
+            def fetch(host: Any = host, args: Any = (numbers, gradients, block)) -> None:
                 host.fetch(states, *args)
 
             # The host waits for it, so the gradients' memory is not reused before.

@@ -403,11 +403,13 @@ def build_plan(
     named = [(name or str(position), param) for position, _, _, name, param, _ in stepped]
     host_steps = {
         part: HostStep(
-            [
-                (row, _slots(group, param, storage))
-                for row, (_, _, group, _, param, _) in zip(rows, stepped, strict=True)
+            {
+                number: (row, _slots(group, param, storage))
+                for number, (row, (_, _, group, _, param, _)) in enumerate(
+                    zip(rows, stepped, strict=True)
+                )
                 if row[5] == part
-            ],
+            },
             optimizer.param_groups,
             settings,
             every_part[part][0],

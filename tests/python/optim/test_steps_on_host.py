@@ -133,6 +133,21 @@ def test_many_steps(late: LateStreams, stepped: list[int]) -> None:
     assert stepped and usual[1].control.skipped_steps == moving[1].control.skipped_steps > 0
 
 
+def test_parameters_before_may_never_have_a_gradient(late: LateStreams, stepped: list[int]) -> None:
+    """Such as frozen ones: they have no state, and the others' numbers are not their positions."""
+    runs = [
+        WAYS["fp32"].build("AdamW", shapes=SHAPES, **OPTIONS),
+        built(late, "fp32", state_device="cpu", offload_step="host"),
+    ]
+    for params, optimizer in runs:
+        for seed in range(3):
+            set_gradients(params, seed=seed)
+            params[0].grad = params[3].grad = None
+            optimizer.step()
+    assert len(stepped) > 0
+    assert snapshot(runs[1][1]) == snapshot(runs[0][1])
+
+
 @pytest.mark.parametrize("path", ["host", "staged"])
 def test_with_overlap_and_muon(path: str, late: LateStreams, stepped: list[int]) -> None:
     """What is stepped on the host is stepped at once, everything else during forward."""
