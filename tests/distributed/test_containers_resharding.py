@@ -98,11 +98,11 @@ def run(start_ranks, tmp_path_factory):
 
 
 muon = functools.partial(matrix, kinds=["Muon"])
-NEWEST, SLOW = pytest.mark.newest_torch, pytest.mark.slow
+SLOW = pytest.mark.slow
 
 
 def slow(*values):
-    return pytest.param(*values, marks=[NEWEST, SLOW])
+    return pytest.param(*values, marks=SLOW)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def slow(*values):
     [
         slow(functools.partial(conversions, every=2), 1, 2),
         (matrix, 2, 1),
-        pytest.param(some, 4, 3, marks=NEWEST),
+        pytest.param(some, 4, 3),
         *(slow(matrix, source, target) for source, target in [(4, 1), (4, 2), (4, 3)]),
         *(slow(muon, 4, target) for target in (1, 2, 3)),
         *(slow(matrix, source, 4) for source in (1, 2, 3)),

@@ -13,7 +13,7 @@ import torch
 
 from torchopt_ext.trainer.load_config import load_config
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
+pytestmark = pytest.mark.timeout(150)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOBS = sorted(path for path in EXAMPLES.glob("*.toml") if path.name != "demo.toml")

@@ -17,7 +17,7 @@ pytest.importorskip("torchft")
 WORKER = Path(__file__).with_name("fault_tolerance_worker.py")
 WAIT = 60  # seconds for each event; a whole run takes about 10 on an idle machine
 
-pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 
 def steps(folder: Path, replica: int) -> list[dict[str, int]]:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.ranks import case
 
-pytestmark = [pytest.mark.newest_torch, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 EXACT = ["accelerate", "accelerate_zero", "hugging_face", "lightning"]
 EXACT += ["muon_accelerate", "muon_hugging_face", "muon_lightning"]
 REPLACED = ["fsdp2", "fsdp2_container", "fsdp2_in_backward", "muon_fsdp2"]

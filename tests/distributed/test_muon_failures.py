@@ -15,7 +15,7 @@ import pytest
 
 from .muon_failures_worker import ONCE, TIMEOUT
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.newest_torch]
+pytestmark = pytest.mark.timeout(120)
 
 WORKER = Path(__file__).with_name("muon_failures_worker.py")
 KILL, STOP, SLOW = signal.SIGKILL, signal.SIGSTOP, pytest.mark.slow

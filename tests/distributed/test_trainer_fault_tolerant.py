@@ -11,7 +11,7 @@ from .test_trainer import JOB, STEPS
 
 pytest.importorskip("torchft")
 
-pytestmark = [pytest.mark.slow, pytest.mark.newest_torch, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 
 def train(folder: Path, *more: str) -> list[dict]:

@@ -16,7 +16,7 @@ import pytest
 
 from .test_trainer import JOB, layout
 
-pytestmark = [pytest.mark.slow, pytest.mark.newest_torch]
+pytestmark = pytest.mark.slow
 
 STEPS, LIMIT = 12, 110  # steps; seconds of a run under torchrun, which may restart the job
 SETTINGS = (

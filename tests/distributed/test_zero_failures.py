@@ -13,7 +13,7 @@ import torch
 
 from torchopt_ext import FusedAdamW
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.newest_torch]
+pytestmark = pytest.mark.timeout(150)
 
 STEPS = 5
 WORKER = Path(__file__).with_name("zero_failures_worker.py")

@@ -25,7 +25,6 @@ runpy.run_path({str(RUN)!r}, run_name="__main__")"""
 
 
 @pytest.mark.slow
-@pytest.mark.newest_torch
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EAGER, "--quick", "--out", str(tmp_path), "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -73,7 +72,6 @@ def test_quick_run(tmp_path: Path) -> None:
     assert all(name in table for name in sets)
 
 
-@pytest.mark.newest_torch
 def test_one_set_by_itself(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--quick", "--only", "throughout", "--out", str(tmp_path)]
     subprocess.run(command, capture_output=True, timeout=100, check=True)
@@ -82,7 +80,6 @@ def test_one_set_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.newest_torch
 @pytest.mark.timeout(240)
 def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "convergence.py"), "--out", str(tmp_path)]
@@ -117,7 +114,6 @@ def test_convergence_compares_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.newest_torch
 @pytest.mark.parametrize("name", ["muon", "muon_ranks"])
 def test_muon_runs(tmp_path: Path, name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(tmp_path)]
@@ -128,7 +124,6 @@ def test_muon_runs(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.newest_torch
 def test_steps_on_the_host_run(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "host_step.py"), "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
-pytestmark = pytest.mark.newest_torch
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,7 +17,6 @@ from torchopt_ext import _C, FusedAdamW, FusedMuon, ops
 from torchopt_ext.state.algorithms import ALGORITHMS
 from torchopt_ext.state.storage import split_master
 
-pytestmark = pytest.mark.newest_torch
 TESTS = Path(__file__).resolve().parents[1]
 for folder in (TESTS / "golden", TESTS / "python" / "ops"):
     if str(folder) not in sys.path:

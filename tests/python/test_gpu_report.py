@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.newest_torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

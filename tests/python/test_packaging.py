@@ -100,7 +100,6 @@ print(torchopt_ext.ops.__file__)
 """
 
 
-@pytest.mark.newest_torch
 @pytest.mark.slow
 def test_from_the_root_of_a_clone(tmp_path: Path) -> None:
     """The clone's sources run with the installed libraries, or the message says how to build.
@@ -196,12 +195,10 @@ class TestImport:
         assert float(seconds) < 0.3
         assert set(more) <= {"torchopt_ext", *sys.stdlib_module_names}
 
-    @pytest.mark.newest_torch
     def test_the_trainer_leaves_dynamo_to_models_and_pipelines(self) -> None:
         imported = "import sys, torchopt_ext.trainer; print('torch._dynamo' in sys.modules)"
         assert run(imported) == ["False"]
 
-    @pytest.mark.newest_torch
     def test_everything_works_without_numpy(self, tmp_path: Path) -> None:
         run(Path(__file__).with_name("without_numpy.py").read_text(), str(tmp_path / "checkpoint"))
 
@@ -225,7 +222,6 @@ class TestThreads:
         )
         assert len([p for p in paths if Path(p).name.startswith(("libgomp", "libomp"))]) == 1
 
-    @pytest.mark.newest_torch
     def test_an_operator_uses_the_threads_it_is_given(self) -> None:
         """An operator on n threads starts n - 1 workers, in OpenMP's first parallel region."""
         started = run(

@@ -9,7 +9,6 @@ import torch
 from torchopt_ext.cli import bench
 from torchopt_ext.cli.sources import from_options
 
-pytestmark = pytest.mark.newest_torch
 SMALL = ("bench", "--shapes", "20x100,2x30x40", "--seconds", "0.02")
 
 

@@ -10,7 +10,6 @@ import torch
 from torchopt_ext import FusedAdamW
 from torchopt_ext.cli import bench_offload, bench_runs
 
-pytestmark = pytest.mark.newest_torch
 SMALL = ("bench", "--offload", "--shapes", "20x100,2x30x640", "--seconds", "0.02")
 ELEMENTS = 20 * 100 + 2 * 30 * 640
 

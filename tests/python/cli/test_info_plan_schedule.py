@@ -25,7 +25,6 @@ from torchopt_ext.ops import lr_factor
 from torchopt_ext.optim.estimate import SHARDINGS, RankBytes, estimate
 from torchopt_ext.statedict.safetensors import DTYPES
 
-pytestmark = pytest.mark.newest_torch
 ROOT = Path(__file__).parents[3]
 BF16 = torch.bfloat16
 

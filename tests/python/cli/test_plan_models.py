@@ -14,7 +14,6 @@ from torchopt_ext.optim.options import EmaDtype
 from torchopt_ext.state.algorithms import ALGORITHMS, NAMES
 from torchopt_ext.state.storage import DTYPE_NAMES, MASTER_WEIGHTS
 
-pytestmark = pytest.mark.newest_torch
 BF16 = torch.bfloat16
 
 

@@ -18,8 +18,6 @@ from torchopt_ext.cli import terminal
 from torchopt_ext.cli.arguments import PARSERS
 from torchopt_ext.cli.terminal import written
 
-pytestmark = pytest.mark.newest_torch
-
 CSV = "step,lr\n0,1.0\n1,0.5\n"
 STEPS = ("schedule", "--steps", "2")
 

@@ -18,7 +18,7 @@ import torchopt_ext
 from torchopt_ext import FusedAdamW
 
 # The first test waits for the compiler.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.newest_torch]
+pytestmark = pytest.mark.timeout(300)
 
 LIBRARY = Path(torchopt_ext.cmake_prefix_path).parents[1] / "lib" / "libtorchopt_ext.so"
 ROOT = Path(__file__).resolve().parents[3]

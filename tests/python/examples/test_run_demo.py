@@ -151,7 +151,6 @@ TINY = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(110)
-@pytest.mark.newest_torch
 def test_a_killed_run_of_the_job_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

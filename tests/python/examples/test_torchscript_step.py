@@ -51,7 +51,6 @@ def test_from_python(script: tuple[Path, str]) -> None:
     assert norms(script[1]) == pytest.approx(expected(), rel=1e-4)
 
 
-@pytest.mark.newest_torch
 @pytest.mark.timeout(300)
 def test_from_cpp(script: tuple[Path, str], cpp_programs: Path) -> None:
     run = subprocess.run(

@@ -148,7 +148,6 @@ def save_and_be_killed(ours: Any, moment: str, path: Path) -> None:
     save_checkpoint(ours, path)
 
 
-@pytest.mark.newest_torch
 @pytest.mark.parametrize("then", ["load", "save"])
 @pytest.mark.parametrize(
     ("moment", "steps"),

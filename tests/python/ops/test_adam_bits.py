@@ -28,8 +28,6 @@ from torchopt_ext import ops
 
 from ...support import oracle
 
-pytestmark = pytest.mark.newest_torch
-
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 Case = dict[str, Any]
 

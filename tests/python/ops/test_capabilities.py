@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.newest_torch
-
 WORKER = Path(__file__).resolve().parent / "capability_digests.py"
 FLAGS = {"default": "", "avx2": " avx2 ", "avx512": " avx512f "}
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torchopt_ext import ops
 from torchopt_ext.optim.balanced_plan import plan_buckets
 
-pytestmark = pytest.mark.newest_torch
 BLOCK = 4096
 SHORT_ROW = 64
 MEBI = 2**20

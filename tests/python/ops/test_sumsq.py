@@ -25,8 +25,6 @@ from torch import Tensor
 
 from torchopt_ext import ops
 
-pytestmark = pytest.mark.newest_torch
-
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 Layout = tuple[list[int], list[int]]
 NAN_SLOT, INFINITY_SLOT = 69, 68

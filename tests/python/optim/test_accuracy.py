@@ -19,8 +19,6 @@ from torch import Tensor
 from ...support import oracle
 from ...support.ways import OURS, TORCH
 
-pytestmark = pytest.mark.newest_torch
-
 FAST = 4_096
 
 

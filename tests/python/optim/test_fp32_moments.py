@@ -27,7 +27,6 @@ CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments
 CODES_OF = {m.name: m.codes for m in ADAM.moments}
 SCALES = {m.scale: m.name for m in ADAM.moments}
 
-pytestmark = pytest.mark.newest_torch
 INT8: dict[str, Any] = {"lr": 1e-2, "state_dtype": "int8"}
 MATRICES = ["tok.weight", "bag.weight", "body.weight"]
 

@@ -267,7 +267,6 @@ def test_a_master_is_converted_by_a_step_and_not_by_looking() -> None:
     assert "master_weight" not in optimizer.state[others[0]]
 
 
-@pytest.mark.newest_torch
 def test_a_spawned_process_takes_an_optimizer_that_has_stepped() -> None:
     """torch.multiprocessing's process opens shared tensors after they were pickled."""
     _, optimizer = stepped(None, FP32)

@@ -311,7 +311,6 @@ def _collected() -> Iterator[None]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_collected")
-@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -28,8 +28,6 @@ from ...support.problems import make_params
 
 CODES = {m.codes: torch.uint8 if m.as_root else torch.int8 for m in ADAM.moments}
 
-pytestmark = pytest.mark.newest_torch
-
 F = np.float32
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 ENTRIES = ["exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale_v2", "exp_avg_sq_scale_v2"]

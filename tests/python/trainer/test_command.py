@@ -14,7 +14,6 @@ from torchopt_ext.__main__ import COMMANDS, main
 from torchopt_ext.cli import train
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 
-pytestmark = pytest.mark.newest_torch
 pytest.importorskip("tyro")
 ROOT = Path(__file__).parents[3]
 

@@ -124,7 +124,7 @@ def test_endless_and_single_tokens(job_config: JobConfig) -> None:
     ("stop", "workers"),
     [
         *((stop, 0) for stop in (0, 1, 10, 11, 12, 22)),
-        pytest.param(3, 2, marks=pytest.mark.newest_torch),
+        (3, 2),
     ],
 )
 def test_resume_is_exact(job_config: JobConfig, stop: int, workers: int) -> None:
@@ -349,7 +349,6 @@ def drawn(batches: Any) -> list[list[int]]:
     return [[*inputs["input"].flatten().tolist(), *labels.flatten()] for inputs, labels in batches]
 
 
-@pytest.mark.newest_torch
 @pytest.mark.parametrize("together", [False, True])
 def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> None:
     """Random numbers differ by seed, rank and sample, and a resumed job draws the same."""
@@ -370,7 +369,6 @@ def test_random_numbers_of_workers(job_config: JobConfig, together: bool) -> Non
         assert len(set(draws)) == len(draws) > 0
 
 
-@pytest.mark.newest_torch
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_passes_over_a_stream(job_config: JobConfig, epochs: int, workers: int) -> None:
