@@ -37,6 +37,7 @@ _OF_ADAMW = ("beta1", "beta2", "eps")
 """Hyperparameters of AdamW's groups beside Muon's."""
 _MATRICES = {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "jordan", "ns_steps": 5}
 """Settings of Muon in configurations, and their defaults there."""
+_CONFIGURATIONS = {"job_config", "optimizer_config", "parallel_dims", "ft_manager"}
 _UNCONFIGURED = ("decoupled_weight_decay", "bias_correction")
 
 
@@ -92,6 +93,11 @@ def build_optimizers(
             unknown; or no parameter is trainable. In a pipeline, checks of parameters are skipped,
             because other stages have parameters, too.
     """
+    if unknown := sorted(kwargs.keys() - _CONFIGURATIONS):
+        raise TypeError(
+            f"build_optimizers() got an unexpected keyword argument {unknown[0]!r}: options of a "
+            f"step are attributes of the configuration's optimizer section"
+        )
     first = args[0] if args else kwargs.get("job_config", kwargs.get("optimizer_config"))
     read = _of_job_config if hasattr(first, "optimizer") else _of_optimizer_config
     config, dims, ft_manager = read(*args, **kwargs)

@@ -37,6 +37,7 @@ from torchopt_ext.optim.hooks import (
 )
 from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.muon_routing import keys_by_route
+from torchopt_ext.optim.options import answers_other_names
 from torchopt_ext.optim.owners import number_matrices
 from torchopt_ext.optim.placed_states import move_states, placed_together
 from torchopt_ext.state.entries import BY_NAME, unwrapped
@@ -95,6 +96,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
     _built = False
     _first = 0  # the id of the first parameter
 
+    @answers_other_names("the optimizers: put it into optimizer_kwargs")
     def __init__(
         self,
         model_parts: list[nn.Module],

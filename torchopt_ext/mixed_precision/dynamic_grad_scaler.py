@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext.optim.loss_scale import LossScale, expect_scale, is_scale, scale_settings
+from torchopt_ext.optim.options import answers_other_names
 
 _COUNTS = {"_growth_step": "growth_tracker", "_hysteresis_step": "hysteresis_tracker"}
 """The control block's field of each count in a state dict."""
@@ -38,6 +39,7 @@ class DynamicGradScaler(LossScale):
         ValueError: another argument is out of range.
     """
 
+    @answers_other_names()
     def __init__(
         self,
         initial_scale: float = 2.0**16,

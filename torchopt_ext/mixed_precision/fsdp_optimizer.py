@@ -24,6 +24,7 @@ from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
+from torchopt_ext.optim.options import answers_other_names
 from torchopt_ext.optim.placed_states import move_states
 from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.optim.step import reject
@@ -89,6 +90,7 @@ class FSDPadaptOptimizer(BaseOptimizer):
     skipped_steps = forwarded("_stepper.control", "skipped_steps")
     """The number of skipped steps; float64, 0-dim."""
 
+    @answers_other_names("the optimizer that this one wraps")
     def __init__(
         self,
         optimizer: Optimizer,

@@ -20,6 +20,7 @@ from torchopt_ext.optim.loss_scale import (
     is_scale,
     scale_settings,
 )
+from torchopt_ext.optim.options import answers_other_names
 from torchopt_ext.state.devices import moved
 from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.loaded import expect_dict
@@ -50,6 +51,7 @@ class GradScaler(torch.amp.GradScaler):
             ``max_scale`` is out of range. torch asserts ``growth_factor`` and ``backoff_factor``.
     """
 
+    @answers_other_names()
     def __init__(
         self,
         device: str = "cuda",

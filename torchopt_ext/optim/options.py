@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+from functools import partial, wraps
+from typing import Annotated, Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from torchopt_ext._arguments import (
     expect_group,
     expect_numbers,
 )
-from torchopt_ext._names import did_you_mean
+from torchopt_ext._names import SAME, did_you_mean, meant
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits
 from torchopt_ext.state.storage import DTYPE_NAMES, MasterWeights, StateDevice, StateDtype, Storage
 
 __all__ = ["StepOptions"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 EmaDtype = torch.dtype | Literal["fp32", "float32", "bf16", "bfloat16"]
 OffloadStep = Literal["mapped", "staged", "host", "auto"]
@@ -269,6 +270,36 @@ def with_options(init: T) -> T:
         shown.append(inspect.Parameter(name, keyword, default=default, annotation=kinds[name]))
     init.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return init
+
+
+def answers_other_names(options_go_to: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Returns a decorator of methods, whose errors about an unknown argument name the nearest.
+
+    Args:
+        options_go_to: what takes the learning rate and the options of a step instead.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        valid = inspect.signature(method).parameters
+        own = {name for names in SAME if not valid.keys().isdisjoint(names) for name in names}
+        options = {"lr", *DEFAULTS} - own if options_go_to else ()
+
+        @wraps(method)
+        def answering(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in sorted(kwargs.keys() - valid.keys()):
+                ours = meant(name, [*valid, *options])
+                hint = did_you_mean(name, [*valid, *options])
+                if ours and ours not in valid:
+                    hint = f"; {ours!r} is an argument of {options_go_to}"
+                raise TypeError(
+                    f"{type(args[0]).__name__}.{method.__name__}() got an unexpected keyword "
+                    f"argument {name!r}{hint}"
+                )
+            return method(*args, **kwargs)
+
+        return answering
+
+    return decorate
 
 
 def configures_step(*without: str) -> Callable[[type[T]], type[T]]:

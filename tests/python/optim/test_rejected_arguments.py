@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedMuon, FusedOptimizer, GradScaler
-from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 
 from ...support.compare import unchanged
 from ...support.problems import make_params, params_of, train
@@ -169,6 +170,42 @@ def test_options(name: str, wrong: dict[str, Any], message: str, wrap: Any) -> N
     optimizer = OURS[name]([group])
     assert params_of(optimizer) == [param]
     assert optimizer.param_groups[0]["param_names"] == ["body.weight"]
+
+
+@pytest.mark.parametrize(
+    ("build", "wrong", "message"),
+    [
+        *(("FSDPadapt", {name: 1.0}, "FSDPadaptOptimizer.* mean 'clip_grad_norm'") for name in
+          ("max_grad_norm", "max_norm", "grad_clip", "gradient_clip_val", "clip_grad_nrom")),
+        ("FSDPadapt", {"init_scale": 1.0}, "mean 'grad_scal_cfg'"),
+        ("FSDPadapt", {"scaler": None}, "mean 'grad_scal_cfg'"),
+        ("FSDPadapt", {"group": None}, "mean 'process_group'"),
+        ("FSDPadapt", {"lr": 1.0}, "'lr' is an argument of the optimizer that this one wraps"),
+        ("FSDPadapt", {"grad_scal_cfg": {"init_scale": 1.0}}, "Dynamic.*mean 'initial_scale'"),
+        ("FSDPadapt", {"xyzzy": 1}, "'xyzzy'$"),
+        ("GradScaler", {"initial_scale": 1.0}, "GradScaler.* mean 'init_scale'"),
+        ("GradScaler", {"scale_window": 1}, "mean 'growth_interval'"),
+        *((kind, {"grad_clip": 1.0}, f"{kind}.*: put it into optimizer_kwargs") for kind in
+          ("OptimizersContainer", "OptimizersInBackwardContainer")),
+        ("OptimizersContainer", {"optim_bits": 8}, "'state_dtype' is an argument of the optim"),
+        ("OptimizersContainer", {"no_decays": []}, "mean 'no_decay'"),
+    ],
+)  # fmt: skip
+def test_other_classes_answer_with_their_own_names(
+    build: str, wrong: dict[str, Any], message: str
+) -> None:
+    model = nn.Linear(3, 2)
+    constructors: dict[str, Any] = {
+        "FSDPadapt": lambda **wrong: FSDPadaptOptimizer(FusedAdamW(model.parameters()), **wrong),
+        "GradScaler": lambda **wrong: GradScaler("cpu", **wrong),
+        "OptimizersContainer": partial(OptimizersContainer, [model], FusedAdamW, {}),
+        "OptimizersInBackwardContainer": partial(
+            OptimizersInBackwardContainer, [model], FusedAdamW, {}
+        ),
+    }
+    with pytest.raises(TypeError, match=message):
+        constructors[build](**wrong)
+    assert constructors[build]() is not None
 
 
 @pytest.mark.filterwarnings("error")
