@@ -44,7 +44,8 @@ class FusedMuon(FusedOptimizer):
             does not count for float64 parameters.
         orthogonalize: a function that takes the directions of matrices of one shape, [batch, rows,
             columns], and returns what replaces them, instead of the iterations. An error in it
-            leaves some of the parameters stepped.
+            leaves some of the parameters stepped. State dicts have no functions: a load keeps the
+            optimizer's own.
         orthogonalize_over: the process group of ranks with equal parameters and gradients, such as
             DDP's, which then divide the matrices among them. By default each orthogonalizes all.
             Parameters that are DTensors, or not contiguous, are left out.

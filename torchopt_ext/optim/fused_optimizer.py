@@ -39,7 +39,7 @@ from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, conve
 from torchopt_ext.state.host_memory import HostMemory, is_on_host
 from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.masters import refresh_master, row_factors, scale_weight, set_weight
-from torchopt_ext.state.matrices import fix_settings, matrices_of
+from torchopt_ext.state.matrices import fix_settings, matrices_of, without_functions
 from torchopt_ext.state.params import (
     drop_replaced,
     find_param,
@@ -284,6 +284,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         With a schedule or loss scale, the first parameter's state also has
         ``torchopt_ext.control``. Tensors are the optimizer's own, except the steps, which are
         copies, and int16 remainders in whole dicts (``full_state_dict=True``), which are int32.
+        Functions under ``orthogonalize`` and ``adjust_lr_fn`` are left out.
         """
         drop_replaced(self)
         self._wait_for_states()
@@ -292,6 +293,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         if not (isinstance(packed, dict) and "state" in packed):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
         packed["state"] = with_own_steps(packed["state"])
+        packed["param_groups"] = [*map(without_functions, packed["param_groups"])]
         filled: dict[Any, tuple[Tensor, Sequence[str]]] = {}
         if is_to_be_filled():
             named = named_group_params(self)

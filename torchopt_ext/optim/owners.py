@@ -22,6 +22,7 @@ from torchopt_ext.state.matrices import (
     coefficients_of,
     direction_dtype,
     flops_of,
+    replacement_of,
 )
 from torchopt_ext.state.params import named_group_params
 from torchopt_ext.state.pieces import (
@@ -99,7 +100,7 @@ class SharedParam:
     ) -> "SharedParam":
         values = {**SETTINGS, **group}
         triples = tuple(coefficients_of(values))
-        settings = triples, float(values["eps"]), group.get("orthogonalize")
+        settings = triples, float(values["eps"]), replacement_of(group)
         blocks = tuple(blocks_of(group, param, called))
         dtype = direction_dtype(group, local_tensor(param))
         shape = whole_shape(param)

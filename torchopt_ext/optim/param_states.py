@@ -23,7 +23,13 @@ from torchopt_ext.state.entries import MASTERS, MOMENTS, as_step, step_problem, 
 from torchopt_ext.state.host_memory import Need, is_on_host, place_states
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import fit_master, refresh_master
-from torchopt_ext.state.matrices import SETTINGS, check_settings, coefficients_of, matrices_of
+from torchopt_ext.state.matrices import (
+    SETTINGS,
+    check_settings,
+    coefficients_of,
+    matrices_of,
+    replacement_of,
+)
 from torchopt_ext.state.params import named_group_params, params_of
 from torchopt_ext.state.quantized import (
     CODES,
@@ -280,7 +286,7 @@ def _settings(group: Mapping[str, Any]) -> tuple[str, Sequence[Any], float, Any,
     check_settings(group)  # a program may have changed it
     values = {**SETTINGS, **group}
     coefficients, eps = coefficients_of(values), float(values["eps"])
-    more = group.get("orthogonalize_dtype"), group.get("orthogonalize")
+    more = group.get("orthogonalize_dtype"), replacement_of(group)
     return algorithm.name, coefficients, eps, *more
 
 

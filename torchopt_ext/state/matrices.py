@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
@@ -40,6 +41,10 @@ OPTIONAL: dict[str, Any] = {
 }
 """The keys that groups may have, with defaults."""
 
+FUNCTIONS = ("adjust_lr_fn", "orthogonalize")
+"""The keys whose values may be functions. These stay out of state dicts, as LambdaLR's do, since
+torch.load would not read them. A load keeps the optimizer's own."""
+
 ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
@@ -57,6 +62,28 @@ def fix_settings(group: dict[str, Any]) -> None:
             group[key] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
         elif isinstance(value, Tensor) and value.numel() == 1:
             group[key] = value.item()
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A group's function instead of the iterations, whose result is checked to be a tensor."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        result = self.function(batch)
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"the group's orthogonalize returns {result!r:.200}, expected a tensor of shape "
+                f"{tuple(batch.shape)}"
+            )
+        return result
+
+
+def replacement_of(group: Mapping[str, Any]) -> Replacement | None:
+    """Returns what orthogonalizes a group's matrices instead of the iterations, or None."""
+    function = group.get("orthogonalize")
+    return None if function is None else Replacement(function)
 
 
 def check_settings(group: Mapping[str, Any]) -> None:
@@ -103,6 +130,11 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise TypeError(f"split_sizes is {sizes!r}, expected the rows of each block")
     for size in sizes:
         expect_counts(split_sizes=size)
+
+
+def without_functions(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a state dict has of a group."""
+    return {k: v for k, v in group.items() if not (k in FUNCTIONS and callable(v))}
 
 
 def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:

@@ -21,6 +21,7 @@ from torchopt_ext import _C
 from torchopt_ext.state import entries
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, algorithm_in
 from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
+from torchopt_ext.state.matrices import FUNCTIONS
 from torchopt_ext.state.params import drop_replaced, params_of
 from torchopt_ext.state.quantized import (
     OTHER_FORM,
@@ -50,7 +51,9 @@ _FIXED = {"algorithm", "amsgrad", "decoupled_weight_decay", "bias_correction"}
 _ASK_FOR_STATE = {state.when for each in ALGORITHMS.values() for state in each.states}
 # Options that are absent without a learning-rate scheduler, in older versions of torch, and in its
 # groups.
-_OPTIONAL = {"initial_lr", "algorithm"}.union(*(each.may_lack for each in ALGORITHMS.values()))
+_OPTIONAL = {"initial_lr", "algorithm", *FUNCTIONS}.union(
+    *(each.may_lack for each in ALGORITHMS.values())
+)
 _NOT_LOADED = {"params", "param_names"} | entries.SWITCHES
 
 

@@ -37,7 +37,7 @@ from torchopt_ext.state.entries import (
     was_rounded,
 )
 from torchopt_ext.state.local import PLAIN, local_tensor, on_mesh_of
-from torchopt_ext.state.matrices import matrices_of
+from torchopt_ext.state.matrices import FUNCTIONS, matrices_of
 from torchopt_ext.state.quantized import (
     CODES,
     OTHER_FORM,
@@ -248,7 +248,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
         # refresh_masters() finds weights by param_names, so the model's names stay.
         may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
         if algorithm_in(saved) in (None, algorithm_of(group)):
-            may_lack.add("algorithm")
+            may_lack |= {"algorithm", *FUNCTIONS}
         live_keys = {"params", "param_names"} | (may_lack - saved.keys())
         kept = {key: group[key] for key in live_keys & group.keys()}
         loaded = {k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in saved.items()}

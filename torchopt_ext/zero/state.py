@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchopt_ext.state.collective import all_gather_text, fail_together
 from torchopt_ext.state.entries import CONTROL_KEY, control_entry
+from torchopt_ext.state.matrices import without_functions
 from torchopt_ext.state.params import params_of
 from torchopt_ext.state.quantized import CODES, can_quantize, fit_moments, has_codes
 from torchopt_ext.statedict import dcp
@@ -80,7 +81,8 @@ def packed(
     if extra.get(CONTROL_KEY) and copied:
         copied[min(copied)][CONTROL_KEY] = extra[CONTROL_KEY]
     others = {key: value for key, value in extra.items() if key != CONTROL_KEY}
-    return {"state": copied, "param_groups": numbered(groups), **others}
+    saved = [*map(without_functions, numbered(groups))]
+    return {"state": copied, "param_groups": saved, **others}
 
 
 def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dicts
 
 from torchopt_ext import FusedAdamW, FusedMuon, FusedOptimizer, muon_groups, ops, orthogonalize
+from torchopt_ext.containers import OptimizersContainer
+from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ...support.compare import assert_same_bits, snapshot, unchanged
 from ...support.problems import copy_params, make_params, set_gradients, through_file, train
@@ -289,18 +292,60 @@ def test_functions_that_do_not_fit() -> None:
     params = make_params([(6, 9)])
     with pytest.raises(TypeError, match="orthogonalize is 3, expected a function"):
         FusedMuon([{"params": params, "orthogonalize": 3}])
-    results: dict[Any, str] = {
-        "shape": r"returns a tensor of shape \[9, 6\], expected \[1, 6, 9\]",
-        "error": "of its own",
+    results: dict[Any, tuple[Any, str]] = {
+        "shape": (RuntimeError, r"returns a tensor of shape \[9, 6\], expected \[1, 6, 9\]"),
+        "error": (RuntimeError, "of its own"),
+        "none": (TypeError, r"orthogonalize returns None, expected a tensor of shape \(1, 6, 9\)"),
     }
-    for kind, message in results.items():
+    for kind, (error, message) in results.items():
 
-        def wrong(batch: Tensor, kind: str = kind) -> Tensor:
+        def wrong(batch: Tensor, kind: str = kind) -> Any:
             if kind == "error":
                 raise RuntimeError("of its own")
-            return batch[0].mT
+            return batch[0].mT if kind == "shape" else None
 
         optimizer = FusedMuon([{"params": params, "orthogonalize": wrong}])
         set_gradients(params, seed=0)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(error, match=message):
             optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "container", "ZeRO", "torch's functions"])
+@pytest.mark.usefixtures("one_rank")
+def test_functions_stay_out_of_checkpoints(kind: str) -> None:
+    """torch.load reads no functions, and no file takes a local one. A load keeps the own ones."""
+
+    def by_svd(batch: Tensor) -> Tensor:
+        u, _, vh = torch.linalg.svd(batch, full_matrices=False)
+        return u @ vh
+
+    functions = {"orthogonalize": by_svd, "adjust_lr_fn": lambda rows, cols: 0.3}
+    models = [nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4)) for _ in range(2)]
+    built: list[Any] = []
+    for model, lr in zip(models, (0.1, 0.2), strict=True):
+        groups = muon_groups(model, quiet=True)
+        if kind == "container":
+            built.append(OptimizersContainer([model], FusedMuon, {"lr": lr, **functions}))
+        elif kind == "ZeRO":
+            built.append(ZeroRedundancyOptimizer(groups, FusedMuon, lr=lr, **functions))
+        else:
+            built.append(FusedMuon(groups, lr=lr, **functions))
+    first, second = built
+    set_gradients([*models[0].parameters()], seed=0)
+    first.step()
+    if kind == "torch's functions":
+        dicts.set_optimizer_state_dict(
+            models[1], second, through_file(dicts.get_optimizer_state_dict(models[0], first))
+        )
+    else:
+        if kind == "ZeRO":
+            first.consolidate_state_dict()
+        second.load_state_dict(through_file(first.state_dict()))
+    for optimizer in built:
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert {k: optimizer.param_groups[0][k] for k in functions} == functions
+    models[1].load_state_dict(models[0].state_dict())
+    for model, optimizer in zip(models, built, strict=True):
+        set_gradients([*model.parameters()], seed=1)
+        optimizer.step()
+    assert_same_bits(models[0].parameters(), models[1].parameters())
