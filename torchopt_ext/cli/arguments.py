@@ -123,7 +123,10 @@ def plan(args: list[str]) -> argparse.Namespace:
         "for none (embedding)",
     )
     command.add_argument(
-        "--ema-decay", type=float, metavar="D", help="keep averages of the weights (none)"
+        "--ema-decay",
+        type=float,
+        metavar="D",
+        help="keep averages of the weights (none); what moves counts a GPU's pass over them",
     )
     add_dtype(command, "--ema-dtype", AVERAGES, "dtype of the averages")
     command.add_argument(

@@ -250,6 +250,8 @@ def read_options(config: Any) -> dict[str, Any]:
     """
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
     options = {name: value for name in CONFIGURED if (value := read(name, None))}
+    if (decay := read("ema_decay", None)) is not None:  # 0.0 keeps averages, too
+        options["ema_decay"] = decay
     options.pop("fp32_moments", None)
     for name in ("state_fraction", "offload_step"):
         if options.get(name) == DEFAULTS[name]:

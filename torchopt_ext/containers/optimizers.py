@@ -25,6 +25,7 @@ from torchopt_ext.optim import FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
 from torchopt_ext.optim.embeddings import embeddings_among
+from torchopt_ext.optim.fused_optimizer import with_arguments
 from torchopt_ext.optim.groups import Choice, choices, in_groups
 from torchopt_ext.optim.hooks import (
     HookedStep,
@@ -235,6 +236,9 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
             self.deferred_clipping.forget()
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return with_arguments(super().__repr__(), self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all state as one flat dict: `state.{fqn}.*` and `param_groups.{fqn}.*`.

@@ -23,8 +23,9 @@ from torchopt_ext.mixed_precision.dynamic_grad_scaler import DynamicGradScaler
 from torchopt_ext.mixed_precision.master_optimizer import MasterOptimizer
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.fused_optimizer import with_arguments
 from torchopt_ext.optim.hooks import evaluate, forwarded, inner_step, run_hooks
-from torchopt_ext.optim.options import answers_other_names
+from torchopt_ext.optim.options import ASK_FOR_NORM, answers_other_names
 from torchopt_ext.optim.placed_states import move_states
 from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.optim.step import reject
@@ -263,6 +264,11 @@ class FSDPadaptOptimizer(BaseOptimizer):
             )
 
     # ---- state dicts -----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        # The wrapper sets the base's threshold, and that it skips.
+        text = with_arguments(super().__repr__(), [self.optim], without=ASK_FOR_NORM)
+        return text.replace(" (", f" (\nclip_grad_norm: {self.max_grad_norm}", 1)
 
     def state_dict(self, *, snapshot: bool = False) -> dict[str, Any]:
         """Returns ``grad_scaler``, ``base_optim_states`` and ``flat_fp32_weights``.

@@ -84,7 +84,8 @@ class RankBytes:
             over the link once in each direction.
         host_step: what a step moves instead with ``offload_step="host"``, to within the same; with
             it Muon's matrices stay mapped.
-        moved: memory read and written by the optimizer's step.
+        moved: memory read and written by the optimizer's step on a GPU. A CPU's updates averages
+            with the weights, which it then reads once less.
         sent: sent to other ranks in a training step, by ring algorithms: gradients, and parameters
             if they are returned (ZeRO) or gathered for forward and for backward (FSDP).
         newton_schulz_flops: floating-point operations of Muon's iterations in a step, as torch's

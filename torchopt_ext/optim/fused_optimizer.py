@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -573,10 +573,10 @@ class FusedOptimizer(HookedStep, AveragedWeights):
 
     def __repr__(self) -> str:
         """Returns torch's text and the arguments for all groups that are set."""
-        lines = "".join(f"\n{name}: {value}" for name, value in self._beside_groups().items())
+        text = with_arguments(super().__repr__(), [self])
         if warning := self._passed_over(params_of(self)):
-            lines += f"\n{warning}"
-        return super().__repr__().replace(" (", f" ({lines}", 1)
+            text = text.replace("\nParameter Group", f"\n{warning}\nParameter Group", 1)
+        return text
 
     def _keep_masters(self) -> None:
         """Gives 16-bit parameters fp32 masters from the next step on.
@@ -587,6 +587,14 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             self._storage = replace(self._storage, master_weights="fp32")
             self._forget_plan()
             self._reserve_host_memory()
+
+
+def with_arguments(text: str, optimizers: Iterable[Any], without: Collection[str] = ()) -> str:
+    """Adds the arguments for all groups that fused optimizers have to torch's text of a wrapper."""
+    fused = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
+    found = {name: value for one in fused for name, value in one._beside_groups().items()}
+    lines = (f"\n{name}: {value}" for name, value in found.items() if name not in without)
+    return text.replace(" (", f" ({''.join(lines)}", 1)
 
 
 _holders: WeakValueDictionary[int, FusedOptimizer] = (

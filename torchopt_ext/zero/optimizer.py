@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torchopt_ext import _C
 from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext.optim.context import StepContext
+from torchopt_ext.optim.fused_optimizer import with_arguments
 from torchopt_ext.optim.hooks import HookedStep, forwarded, is_left_out, run_hooks
 from torchopt_ext.optim.rejection import StepProgress
 from torchopt_ext.state.collective import fail_together, use_device, waits_at_most
@@ -322,6 +323,9 @@ class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
         if not 0 <= to < self.world_size:
             raise ValueError(f"Invalid rank: to={to}, expected 0 to {self.world_size - 1}")
         self._consolidated = zero_state.consolidated(self.local, to)
+
+    def __repr__(self) -> str:
+        return with_arguments(super().__repr__(), [self.optim])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the consolidated state dict: the unsharded optimizer's keys, order and values.

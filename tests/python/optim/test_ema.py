@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torchopt_ext import FusedAdamW, FusedSGD
-from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
+from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, FusedSGD
+from torchopt_ext.containers import (
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+    build_optimizers,
+)
 from torchopt_ext.state import averages
 
 from ...support import oracle
@@ -611,3 +616,23 @@ def test_a_decay_of_0_is_shown_and_not_lost() -> None:
     assert "\nema_decay: 0.0\n" in repr(optimizer)
     with pytest.raises(ValueError, match=r"those of a FusedAdamW with \{'ema_decay': 0.0\}"):
         FusedAdamW(optimizer.param_groups)
+    wrapped = FSDPadaptOptimizer(optimizer, clip_grad_norm=0.5)
+    assert (
+        "FSDPadaptOptimizer (\nclip_grad_norm: 0.5\nmaster_weights: fp32\nema_decay: 0.0\nParam"
+        in repr(wrapped)
+    )
+
+
+def test_containers_show_and_read_a_decay_of_0() -> None:
+    options = {"ema_decay": 0.0, "max_grad_norm": 2.0}
+    model = nn.Linear(3, 2)
+    container = OptimizersContainer([model], FusedAdamW, options)
+    shown = "(\nmax_grad_norm: 2.0\nema_decay: 0.0\nParameter Group 0"
+    assert f"OptimizersContainer {shown}" in repr(container)
+    config = SimpleNamespace(
+        name="AdamW", implementation="fused", lr=0.1, eps=1e-8, early_step_in_backward=False,
+        **options,
+    )  # fmt: skip
+    dims = SimpleNamespace(pp_enabled=False, ep_enabled=False)
+    built = build_optimizers([model], config, dims)
+    assert built.ema_decay == 0.0
