@@ -55,7 +55,8 @@ def muon_groups(
       with a prefix (lm_head); and, outside numbered blocks such as ``layers.0``, layers in a module
       called heads or output, and matrices with as many rows as an embedding. If there is neither
       one of these nor a tied head, it is the last matrix, unless it is in a numbered block;
-    - ``lora_A`` of adapters, whose ``lora_B`` goes to Muon; depthwise and complex weights.
+    - ``lora_A`` of adapters, whose ``lora_B`` goes to Muon; depthwise and complex weights; and
+      logarithms such as Mamba's ``A_log``, whose layers take them element by element.
 
     Frozen parameters are left out, tied parameters appear once. A rank's shard decides nothing.
 

@@ -29,6 +29,8 @@ _EMBEDDING_CLASS = re.compile("Embeddings?[A-Z0-9]*$")
 """Class names of other packages' embeddings: VocabParallelEmbedding; not EmbeddingsProjector."""
 _TABLE = re.compile("(^|_)(emb(ed(ding)?)?s?|pos(ition(al)?)?|tokens?)(_|$)")
 """Names of tables that are no module's "weight": pos_embed, positional_embedding, query_tokens."""
+_ELEMENTS = re.compile("(^|_)logs?(_|$)")
+"""Names of logarithms that layers take element by element: A_log of Mamba, A_logs of VMamba."""
 _HEAD = re.compile("(?!multi)(.*_)?(head|classifier|logits|unembed(ding)?)")
 _OUTPUT = re.compile("(.*_)?(heads|outputs?|output_(layer|proj(ection)?))")
 """Also names of hidden layers in blocks, such as BERT's ``layer.0.output``."""
@@ -181,6 +183,8 @@ def _unsuited(param: nn.Parameter, its: Sequence[Place]) -> Iterator[str]:
             yield lora[1]
         if _TABLE.search(own_name):
             yield "embedding by its name"
+        if _ELEMENTS.search(own_name):
+            yield "logarithms by their name"
         if isinstance(module, _CONVOLUTIONS) and module.groups > 1 and shape[1] == 1:
             yield "depthwise convolution"  # a filter a channel is no matrix between channels
     if len(shape) == 3 and shape[0] == 1:

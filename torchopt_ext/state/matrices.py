@@ -210,9 +210,11 @@ def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> lis
             for (row, _, height, width), scale in zip(blocks, factors, strict=True)
         ]
     is_by_row = bool(group.get("beta2"))
-    if len(shape) == 2 and local.t().is_contiguous() and len(set(factors)) == 1 and not is_by_row:
+    is_transposed = shape[-2:] == (rows, cols) and local.mT.is_contiguous()
+    if is_transposed and len(set(factors)) == 1 and not is_by_row:
         return [
-            (column * rows + row, width, height, rows, scale)
+            (number * rows * cols + column * rows + row, width, height, rows, scale)
+            for number in range(batch)
             for (row, column, height, width), scale in zip(blocks, factors, strict=True)
         ]
     raise ValueError(

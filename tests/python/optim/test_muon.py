@@ -182,14 +182,18 @@ def test_blocks_are_as_separate_parameters(blocks: str, adjust: str | None) -> N
 
 
 @pytest.mark.parametrize(
-    "memory_format", ["transposed", "channels_last", "gaps", "transposed with gaps"]
+    "memory_format",
+    ["transposed", "channels_last", "gaps", "transposed with gaps", "transposed experts"],
 )
 def test_strides(memory_format: str) -> None:
     """Weights in another order of storage are stepped as contiguous ones."""
     options: dict[str, Any] = {"flatten": True} if memory_format == "channels_last" else {}
     shape = (6, 4, 3, 3) if options else (12, 20)
+    if memory_format == "transposed experts":
+        options, shape = {"num_heads": 2}, (3, 12, 20)
     (plain,) = make_params([shape])
     like = {
+        "transposed experts": lambda w: w.mT.contiguous().mT,
         "transposed": lambda w: w.t().contiguous().t(),
         "channels_last": lambda w: w.contiguous(memory_format=torch.channels_last),
         "gaps": lambda w: torch.stack([w, w], dim=-1)[..., 0],
@@ -411,6 +415,8 @@ def test_what_is_of_a_wrong_type(group: dict[str, Any], message: str) -> None:
     ("options", "like"),
     [
         ({"split_sizes": (16, 4)}, lambda w: w.t().contiguous().t()),
+        ({"flatten": True, "num_heads": 2, "head_dim": 1},
+         lambda w: w[:, :, None].expand(-1, -1, 3).mT.contiguous().mT),
         ({"flatten": True, "num_heads": 2, "head_dim": 1},
          lambda w: w[:, :, None, None].expand(-1, -1, 3, 3).contiguous(
              memory_format=torch.channels_last)),

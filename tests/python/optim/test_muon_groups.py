@@ -149,7 +149,9 @@ def test_a_pipeline_stage_routes_as_the_whole_model() -> None:
         ("positional_embedding", (5, 6, 4), "embedding by its name"),
         ("query_tokens", (5, 6), "embedding by its name"),
         ("latent", (1, 5, 6), "embedding: one for the whole batch"),
+        ("A_log", (5, 6), "logarithms by their name"),  # of Mamba and Jamba
         ("reposition", (5, 6), None),
+        ("logit_weight", (5, 6), None),
         ("embedder", (5, 6), None),
         ("w1", (3, 6, 4), None),
         ("latents", (5, 6), None),
