@@ -123,6 +123,63 @@ def rows_that_were_cut_reject_normuon() -> None:
     assert_same_bits(params, [before])
 
 
+def parts_without_matrices_reject_muon(first_step: int, alone: bool) -> None:
+    """Of a group that becomes Muon's after it was divided by elements, also on one rank alone."""
+
+    def build(cls: Callable[..., Any]) -> tuple[list[nn.Parameter], Any]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
+        groups = [{"params": params[:2], "algorithm": "adamw"}, {"params": params[2:]}]
+        return params, cls(groups, lr=0.1)
+
+    (expected, one), (params, zero) = build(FusedMuon), build(BALANCED)
+    for run, optimizer in ((expected, one), (params, zero)):
+        for seed in range(first_step):
+            set_gradients(run, seed=seed)
+            optimizer.step()
+    group = zero.param_groups[0]
+    if not alone or dist.get_rank() == 0:
+        group["algorithm"] = "muon"
+    set_gradients(params, seed=9)
+    before = [p.detach().clone() for p in params]
+    message = "param group 0 is of Muon, but partition='balanced' has divided it"
+    with pytest.raises((ValueError, RuntimeError), match=rf"{message}|rank 0 rejected"):
+        zero.step()
+    saved = FusedMuon([{"params": params[:2]}, {"params": params[2:]}]).state_dict()
+    with pytest.raises(ValueError, match=rf"{message}|group 0 is of muon, expected adam"):
+        zero.load_state_dict(saved)
+    assert_same_bits(params, before)
+    group["algorithm"] = "adamw"
+    for run, optimizer in ((expected, one), (params, zero)):
+        set_gradients(run, seed=first_step)
+        optimizer.step()
+    assert_same_bits(params, expected)
+
+
+def greedy_groups_become_muons() -> None:
+    """Whole parameters do, and load what one process saved after the same change."""
+
+    def build(cls: Callable[..., Any]) -> tuple[list[nn.Parameter], Any]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(8, 12, generator=generator)) for _ in range(3)]
+        optimizer = cls([{"params": params, "algorithm": "adamw"}], FusedMuon, lr=0.1)
+        optimizer.param_groups[0] |= {"algorithm": "muon", "momentum": 0.95, "nesterov": True}
+        return params, optimizer
+
+    expected, one = build(lambda groups, cls, **settings: cls(groups, **settings))
+    params, zero = build(ZeroRedundancyOptimizer)
+    set_gradients(expected)
+    one.step()
+    for p, q in zip(params, expected, strict=True):
+        p.data.copy_(q)
+    zero.load_state_dict(copy.deepcopy(one.state_dict()))
+    for run, optimizer in ((expected, one), (params, zero)):
+        set_gradients(run, seed=1)
+        optimizer.step()
+    assert_same_bits(params, expected)
+    assert sum(gathered(int(zero.control.orthogonalized))) == 3
+
+
 def ranks_raise_together() -> None:
     """What one rank alone does: its closure raises, or a group gets an unknown algorithm."""
     balanced = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
@@ -259,12 +316,18 @@ def cases() -> dict[str, Callable[[], Any]]:
         "by cost": zero_divides_by_cost,
         "rejection": a_rejected_step_changes_nothing,
         "together": ranks_raise_together,
+        "becomes Muon's, greedy": greedy_groups_become_muons,
         "several": several_parameters_a_bucket,
         "between rows": normuon_is_cut_between_rows,
         "between rows, int8": partial(normuon_is_cut_between_rows, state_dtype="int8"),
     }
     if dist.get_world_size() > 1:
         found["inside rows"] = rows_that_were_cut_reject_normuon
+        for first_step in (0, 1):
+            for alone in (False, True):
+                found[f"becomes Muon's, {first_step}, {alone}"] = partial(
+                    parts_without_matrices_reject_muon, first_step, alone
+                )
     for way in (*WAYS, "NorMuon, fp32", "NorMuon, remainder8, random"):
         zero = partial(zero_has_one_process_bits, way)
         found[f"balanced, {way}"] = partial(zero, partition="balanced", bucket_elements=1000)

@@ -478,7 +478,7 @@ def wrong_local_optimizers() -> None:
     with raises(ValueError, "give state_dtype to ZeroRedundancyOptimizer"):
         ZeroRedundancyOptimizer(layers(4).parameters(), lambda params, **options: make(params))
     for sharded in (False, True):  # each rank would have half of the rows
-        with raises(ValueError, "is of Muon, whose matrices", "give the optimizer's class"):
+        with raises(ValueError, "is of Muon, but partition='balanced'", "by the optimizer's class"):
             ZeroRedundancyOptimizer(
                 parameters([(64, 70)]), lambda params: FusedMuon(params), partition="balanced",
                 elementwise=True, sharded_gradients=sharded,

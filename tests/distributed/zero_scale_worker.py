@@ -112,7 +112,7 @@ def wrong_arguments_raise_on_all_ranks(how: str) -> None:
     set_gradients(params.values())
     zero.step()
     fits, first = torch.tensor([0.5, 0.7]), dist.get_rank() == 0
-    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+    wrong: list[tuple[Any, Any, Any, str]] = [
         ("heads", torch.ones(5), ValueError, "divides the 36 rows"),
         ("heads", torch.ones(2, 2), ValueError, "expected a vector"),
         ("heads", 0.5, (TypeError, ValueError), "expected a tensor"),
@@ -121,7 +121,13 @@ def wrong_arguments_raise_on_all_ranks(how: str) -> None:
     ]
     if dist.get_world_size() > 1:
         differ = "the ranks differ in their factors"
+        both = (TypeError, ValueError)
         wrong += [
+            (0 if first else "heads", fits, both, "param is 0, expected a parameter or its name"),
+            ("heads", torch.ones(2, device="meta") if first else fits, both, "on meta"),
+            ("heads", fits.to_sparse() if first else fits, both, "sparse_coo"),
+            ("heads", fits * 1j if first else fits, both, "complex64"),
+            ("heads", None if first else fits, both, "factors are None, expected a tensor"),
             ("heads", torch.ones(5) if first else fits, ValueError, "divides the 36 rows"),
             ("k" if first else "heads", fits, ValueError, "no parameter 'k'"),
             ("heads", fits if first else 2 * fits, ValueError, differ),

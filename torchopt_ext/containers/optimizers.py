@@ -42,7 +42,7 @@ from torchopt_ext.optim.options import answers_other_names
 from torchopt_ext.optim.owners import number_matrices
 from torchopt_ext.optim.placed_states import move_states, placed_together
 from torchopt_ext.state.entries import BY_NAME, unwrapped
-from torchopt_ext.state.params import params_of, take_replaced
+from torchopt_ext.state.params import find_param, params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.loaded import expect_dict
 from torchopt_ext.statedict.weights import read_weights
@@ -328,16 +328,12 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
 
         Raises:
             AttributeError: no inner optimizer is a fused one.
-            ValueError: as FusedAdamW's.
+            TypeError, ValueError: as FusedAdamW's.
         """
-        is_name, names = isinstance(param, str), self._parameter_names()
-        for optimizer in self._fused():
-            for own in params_of(optimizer):
-                if own is param or (is_name and names.get(own) == param):
-                    optimizer.scale_(own, factors)
-                    return
-        what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
-        raise ValueError(f"{type(self).__name__} has no parameter {what}")
+        holders = {own: optimizer for optimizer in self._fused() for own in params_of(optimizer)}
+        names = self._parameter_names()
+        _, own = find_param(self, param, ((names.get(own, ""), own) for own in holders))
+        holders[own].scale_(own, factors)
 
     def move_state(self, device: torch.device | str | None) -> None:
         """Moves all parts' states as :meth:`torchopt_ext.FusedAdamW.move_state` does.

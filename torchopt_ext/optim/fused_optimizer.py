@@ -509,6 +509,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             factors: shape [n], where n divides the parameter's first dimension.
 
         Raises:
+            TypeError: ``param`` is neither, or ``factors`` is no dense tensor of real numbers.
             ValueError: there is no such parameter, ZeRO has divided it between ranks, or n does not
                 divide its rows.
         """

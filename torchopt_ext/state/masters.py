@@ -143,6 +143,12 @@ def row_factors(param: Tensor, factors: Any) -> Tensor:
     """
     if not isinstance(factors, Tensor):
         raise TypeError(f"factors are {factors!r:.200}, expected a tensor")
+    plain = factors.layout is torch.strided and not (is_dtensor(factors) or factors.is_complex())
+    if not plain or factors.is_meta:
+        raise TypeError(
+            f"factors are {factors.dtype} of layout {factors.layout} on {factors.device}, in a "
+            f"{type(factors).__name__}: expected a dense tensor of real numbers, with memory"
+        )
     fits = factors.dim() == 1 and len(factors) > 0 and param.dim() > 0
     if not fits or param.shape[0] % len(factors):
         raise ValueError(

@@ -1,6 +1,6 @@
 """The parameters of optimizers, with their names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,15 +32,23 @@ def named_params(optimizer: Any) -> list[tuple[str, Tensor]]:
     return [(name, param) for _, _, name, param in named_group_params(optimizer)]
 
 
-def find_param(optimizer: Any, param: Tensor | str) -> tuple[str, Tensor]:
+def find_param(
+    optimizer: Any, param: Tensor | str, named: Iterable[tuple[str, Tensor]] | None = None
+) -> tuple[str, Tensor]:
     """Returns the name or "" and the parameter that is ``param``, or has this name.
 
+    Args:
+        named: the parameters with their names, by default those that the groups have.
+
     Raises:
+        TypeError: ``param`` is neither a parameter nor a name.
         ValueError: there is none.
     """
-    for name, own in named_params(optimizer):
+    for name, own in named_params(optimizer) if named is None else named:
         if own is param or (isinstance(param, str) and name == param):
             return name, own
+    if not isinstance(param, Tensor | str):
+        raise TypeError(f"param is {param!r:.200}, expected a parameter or its name")
     what = repr(param) if isinstance(param, str) else f"of shape {tuple(param.shape)}"
     raise ValueError(f"{type(optimizer).__name__} has no parameter {what}")
 

@@ -86,8 +86,8 @@ class LocalOptimizer:
         """Assigns parameters to ranks and builds the optimizer, whose settings the groups get."""
         with searched_once():
             self._build(params_per_rank)
-        self._expect_known_matrices()
         self.sync()
+        self._expect_known_matrices()
 
     def _build(self, params_per_rank: Sequence[Sequence[Tensor]] | None) -> None:
         for group in self.params.param_groups:
@@ -121,9 +121,9 @@ class LocalOptimizer:
         # A learning rate may have changed since the last step.
         copy_settings(self.params.param_groups[:-1], self.optimizer.param_groups)
         self.optimizer.add_param_group(self._group(-1))
+        self.sync()
         self._expect_known_matrices()
         self.partition.build_buckets()
-        self.sync()
 
     def with_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns a group of whole parameters as the optimizer would hold it. Checks its values."""
@@ -136,17 +136,23 @@ class LocalOptimizer:
         return settled if self.ranks.size > 1 and algorithm_of(settled).steps_matrices else None
 
     def _expect_known_matrices(self) -> None:
-        """Raises ValueError if a part may be taken for a matrix, or ranks for equal ones."""
+        """Raises ValueError if a part may be taken for a matrix, or ranks for equal ones.
+
+        Groups count as they are now: programs change them.
+        """
         if self.ranks.size == 1 or not self.is_fused:
             return
         if self.fused.orthogonalize_over is not None:
             raise ValueError("orthogonalize_over is for equal parameters: ZeRO's ranks share them")
-        groups = self.fused.param_groups if isinstance(self.partition, BalancedBuckets) else []
-        for number, group in enumerate(groups):
-            if algorithm_of(group).steps_matrices and None in map(marked_cut, group["params"]):
+        if not isinstance(self.partition, BalancedBuckets):
+            return
+        groups = zip(self.params.param_groups, self.partition.mine, strict=True)
+        for number, (group, parts) in enumerate(groups):
+            if algorithm_of(group).steps_matrices and None in map(marked_cut, parts):
                 raise ValueError(
-                    f"param group {number} is of Muon, whose matrices partition='balanced' "
-                    f"divides: give the optimizer's class, not a function that makes the optimizer"
+                    f"param group {number} is of Muon, but partition='balanced' has divided it "
+                    f"without knowing its matrices: build the optimizer with this algorithm in "
+                    f"the group, by the optimizer's class, not a function that makes it"
                 )
 
     def _group(self, number: int) -> dict[str, Any]:
@@ -166,7 +172,8 @@ class LocalOptimizer:
         return tuple(part.tensor for part in self.parts if part.param in params)
 
     def take_settings(self) -> None:
-        """Copies the sharded optimizer's settings, which schedules change, to the optimizer."""
+        """Copies the sharded optimizer's settings, which programs change, to the optimizer."""
+        self._expect_known_matrices()
         copy_settings(self.params.param_groups, self.optimizer.param_groups)
 
     def sync(self) -> None:

@@ -110,6 +110,7 @@ def _decoded(slot: Slot) -> Slot:
 def read(local: LocalOptimizer, state_dict: Any) -> Loaded:
     """Returns what an unsharded state dict has for this rank's parts; ValueError if it is wrong."""
     parts, optimizer = local.parts, local.optimizer
+    local.take_settings()  # the groups' algorithms decide what fits
     local.partition.follow_memory()  # missing masters begin as the parameters' values
     loaded = read_indexed(state_dict, local.params.param_groups)
     if local.is_fused:

@@ -49,8 +49,9 @@ class WeightsOfRanks(AveragesOfRanks):
 
         Raises:
             AttributeError: the local optimizer is not a fused one.
+            TypeError: ``param`` is neither, or factors are no dense tensor of real numbers.
             ValueError: there is no such parameter, the factors do not fit it, or they differ
-                between ranks. Nothing is changed.
+                between ranks, or another rank raises. Nothing is changed.
         """
         self.wait_for_params()
         with fail_together(self.ranks.group):
@@ -59,8 +60,8 @@ class WeightsOfRanks(AveragesOfRanks):
             _, own = find_param(self, param)
             rows = row_factors(own, factors)
             parts = [part for part in self.local.parts if part.param is own]
-        number = [p is own for p in params_of(self)].index(True)
-        described = [f"parameter {number}", *map(str, factors.tolist())]
+            number = [p is own for p in params_of(self)].index(True)
+            described = [f"parameter {number}", *map(str, factors.tolist())]
         check_same(described, "factors", self.ranks.group)
         _C.increment_versions([own])  # tells autograd on ranks without a part, too
         for part in parts:

@@ -148,6 +148,8 @@ def test_rows_are_scaled_by_name(cls: Any) -> None:
         train(model, each)
         with pytest.raises(ValueError, match="has no parameter 'up'"):
             each.scale_("up", torch.ones(1))
+        with pytest.raises(TypeError, match="param is 0, expected a parameter or its name"):
+            each.scale_(0, torch.ones(1))
     assert_same_bits(models[0].parameters(), models[1].parameters())
 
 

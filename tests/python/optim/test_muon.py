@@ -284,14 +284,18 @@ def test_rows_are_scaled_with_what_completes_them(
 
 def test_what_cannot_be_scaled() -> None:
     (param,) = make_params([(6, 8)])
-    optimizer = FusedMuon([("q", param)])
-    for wrong, factors, message in (
-        ("k", torch.ones(2), "no parameter 'k'"),
-        (torch.ones(2, 3), torch.ones(2), r"no parameter of shape \(2, 3\)"),
-        (param, torch.ones(4), "divides the 6 rows"),
-        (param, torch.ones(3, 2), "expected a vector"),
+    optimizer: Any = FusedMuon([("q", param)])
+    for wrong, factors, error, message in (
+        ("k", torch.ones(2), ValueError, "no parameter 'k'"),
+        (torch.ones(2, 3), torch.ones(2), ValueError, r"no parameter of shape \(2, 3\)"),
+        (0, torch.ones(2), TypeError, "param is 0, expected a parameter or its name"),
+        (param, torch.ones(4), ValueError, "divides the 6 rows"),
+        (param, torch.ones(3, 2), ValueError, "expected a vector"),
+        (param, torch.ones(2, device="meta"), TypeError, "on meta.*expected a dense tensor"),
+        (param, torch.ones(2).to_sparse(), TypeError, "sparse_coo.*expected a dense tensor"),
+        (param, torch.ones(2) * 1j, TypeError, "complex64.*expected a dense tensor of real"),
     ):
-        with pytest.raises(ValueError, match=message), unchanged(optimizer):
+        with pytest.raises(error, match=message), unchanged(optimizer):
             optimizer.scale_(wrong, factors)
 
 
