@@ -115,7 +115,7 @@ def register_copy_invalidation_hook(hook: Callable[..., None]) -> None:
 def optimizer_writes_copies(optimizer: Any) -> bool:
     """Returns whether an optimizer's step also writes copies of the weights (torchopt_ext.fsdp)."""
     inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optim", optimizer)]
-    return all(getattr(type(one), "writes_copies", False) for one in inner)
+    return all(getattr(type(one), "_writes_copies", False) for one in inner)
 
 
 def hooks(optimizer: Any, kind: str) -> list[Callable[..., Any]]:

@@ -252,6 +252,41 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
             assert not anchor or anchor in anchors(target), f"{page} links to {link}"
 
 
+def words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+def test_pages_are_short() -> None:
+    reference = {"api.md", "numerics.md"}
+    pages = [page for page in ROOT.glob("docs/*.md") if page.name not in reference]
+    assert len(pages) > 20
+    assert not [page.name for page in pages if words(page) > 1200]
+    assert sum(map(words, pages)) <= 20_000
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if name != "CHANGELOG.md"])
+def test_tables_and_code_fit_a_page_of_1280_pixels(page: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    rows = re.findall(r"^\|(.*)\|$", text, re.M)
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert not [cell for cell in cells if len(cell.split()) > 20]
+    widest = 95 if page == "README.md" else 108  # on GitHub and on the site, without scrolling
+    lines = [line for block in blocks(page) if block.language != "setup"
+             for line in block.code.splitlines()]  # fmt: skip
+    assert not [line for line in lines if len(line) > widest]
+
+
+@pytest.mark.parametrize(
+    "page", [name for name in NAMES if re.match("README|docs/(?!numerics)", name)]
+)
+def test_bullets_have_at_most_two_sentences(page: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    bullets = re.findall(r"^ *- (.*(?:\n(?! *- | *\n| *\d+\. ).*)*)", text, re.M)
+    for bullet in bullets:
+        plain = re.sub(r"`[^`]*`", "code", " ".join(bullet.split()))
+        assert len(re.findall(r"[.!?](?= [A-Z`(\[*])", plain)) < 2, bullet
+
+
 def test_sources_that_texts_name_exist() -> None:
     ours = r"(?:csrc|torchopt_ext|tests|benchmarks|examples)/[\w./]*\w"
     source = re.compile(rf"(?<![\w/.]){ours}\.(?:h|cpp|cu|py|toml)\b")

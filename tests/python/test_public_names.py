@@ -63,3 +63,18 @@ def test_what_is_listed_exists_and_is_not_private(module: str) -> None:
     except ImportError as error:
         pytest.skip(f"{module} needs another package: {error}")
     assert not [name for name in public if not hasattr(imported, name)]
+
+
+def test_the_reference_shows_what_pages_call() -> None:
+    """Members of a public class that pages name are in it, or among the inherited ones shown."""
+    reference = (ROOT / "docs/api.md").read_text()
+    shown = {*re.findall(r"^ +- (\w+)$", reference, re.M)}
+    inherited: set[str] = set()
+    for module, name in re.findall(r"^::: (torchopt_ext[\w.]*)\.([A-Z]\w+)$", reference, re.M):
+        cls = getattr(importlib.import_module(module), name)
+        shown.update(vars(cls))
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("torchopt_ext")]
+        inherited.update(*(vars(base) for base in ours))
+    named = {name for page in PAGES for name in re.findall(r"\.([a-z]\w+)", page.read_text())}
+    assert {"ema_weights", "set_schedule"} <= named & inherited
+    assert not sorted(named & inherited - shown)

@@ -76,7 +76,7 @@ class DeferredClipping:
         if not max_norm > 0.0:
             raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
         max_norm = min(float(max_norm), self._max_norm or math.inf)
-        self.forget()
+        self._forget()
         for optimizer in self._optimizers:
             if process_group is not None:
                 optimizer.process_group = process_group
@@ -85,10 +85,10 @@ class DeferredClipping:
         self._max_norm = max_norm
         # Prefer an optimizer with parameters: without parameters, control blocks are on the host.
         first = max(self._optimizers, key=lambda opt: bool(opt.param_groups[0]["params"]))
-        total = ops.accumulator_total(self._measured[first.default_device])
+        total = ops.accumulator_total(self._measured[first._default_device])
         return total.sqrt() / first.control.loss_scale
 
-    def for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext:
+    def _for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext:
         """Returns the context of a step, which clips if :meth:`clip` was called.
 
         Args:
@@ -104,7 +104,7 @@ class DeferredClipping:
             return context
         return context._replace(measured=self._measured)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Cancels the calls for the next step."""
         self._max_norm, self._measured = None, {}
 

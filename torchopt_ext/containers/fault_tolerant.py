@@ -92,7 +92,7 @@ class FaultTolerant(OptimizersContainer[T]):
         with self._calling_ft():
             self._ft_optimizer.step(*args, **kwargs)
         if self.deferred_clipping is not None:
-            self.deferred_clipping.forget()  # a refused commit leaves no norm for the next step
+            self.deferred_clipping._forget()  # a refused commit leaves no norm for the next step
         return None
 
     @hooked_step

@@ -197,16 +197,16 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
             _reject(_NO_GROUP)
 
     @property
-    def steps_in_backward(self) -> bool:
+    def _steps_in_backward(self) -> bool:
         """Whether backward updates. A gradient scaler has not given its scale then."""
         return self._backwards is not None
 
     def _unscales(self) -> bool:
-        return not self.steps_in_backward
+        return not self._steps_in_backward
 
     @property
-    def checks_overflow_in_step(self) -> bool:
-        return not self.steps_in_backward
+    def _checks_overflow_in_step(self) -> bool:
+        return not self._steps_in_backward
 
     def _prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Checks a state dict of OptimizersContainer, or of torchtitan's container in backward.

@@ -54,8 +54,8 @@ class ClipsInStep(Protocol):
     """Clips gradients in a container's steps (:mod:`torchopt_ext.containers.deferred_clipping`)."""
 
     def clip(self, max_norm: float, process_group: Any = None) -> Tensor: ...
-    def for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext: ...
-    def forget(self) -> None: ...
+    def _for_step(self, context: StepContext, *, new_gradients: bool) -> StepContext: ...
+    def _forget(self) -> None: ...
 
 
 class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Generic[T]):
@@ -163,10 +163,10 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         """
         context, clipping = self._context, self.deferred_clipping
         if clipping is not None:
-            context = clipping.for_step(context, new_gradients=bool(args or kwargs))
+            context = clipping._for_step(context, new_gradients=bool(args or kwargs))
         result = self._step(context, *args, **kwargs)
         if clipping is not None:
-            clipping.forget()
+            clipping._forget()
         return result
 
     def _step(self, context: StepContext, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         return all(getattr(opt, "_step_supports_amp_scaling", False) for opt in self.optimizers)
 
     @property
-    def checks_overflow_in_step(self) -> bool:
+    def _checks_overflow_in_step(self) -> bool:
         """Whether torchopt_ext.GradScaler may leave the overflow check to step()."""
         return all(isinstance(opt, FusedOptimizer) for opt in self.optimizers)
 
@@ -205,7 +205,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         # All decisions are equal, except without parameters, where a step does nothing.
         first = min(fused, key=lambda optimizer: not optimizer.param_groups[0]["params"])
         others = [optimizer for optimizer in fused if optimizer is not first]
-        return first.control.with_others(others) if others else first.control
+        return first.control._with_others(others) if others else first.control
 
     def _fused(self) -> list[FusedOptimizer]:
         if not (fused := fused_of(self.optimizers)):
@@ -233,7 +233,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self.deferred_clipping is not None:
-            self.deferred_clipping.forget()
+            self.deferred_clipping._forget()
         for optimizer in self.optimizers:
             optimizer.zero_grad(*args, **kwargs)
 
@@ -388,7 +388,7 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         names: dict[torch.Tensor, str] = {param: unwrapped(name) for name, param in named}
         for optimizer in self.optimizers:
             if isinstance(optimizer, FusedOptimizer):
-                optimizer.first_parameter_number = number
+                optimizer._first_parameter_number = number
                 optimizer.parameter_names = [
                     [names.get(param, "") for param in group["params"]]
                     for group in optimizer.param_groups
@@ -468,7 +468,7 @@ def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:
 def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedOptimizer]:
     """Returns the optimizers if norm and skipping are one decision over all of them, else []."""
     fused = fused_of(optimizers)
-    if len(fused) < len(optimizers) or not any(opt.wants_norm(context) for opt in fused):
+    if len(fused) < len(optimizers) or not any(opt._wants_norm(context) for opt in fused):
         return []
     for opt in fused:
         if not has_own_step(opt) or is_patched(opt):

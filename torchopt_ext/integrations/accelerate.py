@@ -31,7 +31,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _asked = False  # whether clip_grad_norm_ was called for the next step
     _norm: Tensor | None = None  # the tensor that the next step fills
 
-    def clip_next(self, max_norm: float) -> Tensor:
+    def _clip_next(self, max_norm: float) -> Tensor:
         """Makes the next step clip. Returns a 0-dim tensor that the step fills with the norm."""
         if self._clip is None:
             self._own_threshold = self.max_grad_norm
@@ -133,4 +133,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"the step clips by the 2-norm of one optimizer's gradients; got norm_type="
                 f"{norm_type} and {len(self._optimizers)} optimizers: set max_grad_norm of each"
             )
-        return prepared[0].clip_next(max_norm)
+        return prepared[0]._clip_next(max_norm)

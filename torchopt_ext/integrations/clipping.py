@@ -38,7 +38,7 @@ def set_threshold(optimizer: Any, max_norm: float | None) -> None:
             or its deferred_clipping sets the threshold.
     """
     early = isinstance(optimizer, OptimizersInBackwardContainer)
-    if early and not optimizer.checks_overflow_in_step:
+    if early and not optimizer._checks_overflow_in_step:
         thresholds = {one.max_grad_norm for one in clipping_optimizers(optimizer)}
         if {threshold or math.inf for threshold in thresholds} != {max_norm or math.inf}:
             raise ValueError(
@@ -60,7 +60,7 @@ def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
     Args:
         scaled: whether a loss scaler was used in the step.
     """
-    return any((scaled or o.skips_overflow) and bool(o.control.skip != 0.0) for o in optimizers)
+    return any((scaled or o._skips_overflow) and bool(o.control.skip != 0.0) for o in optimizers)
 
 
 def expect_first(mixin: type, cls: type, method: str) -> None:

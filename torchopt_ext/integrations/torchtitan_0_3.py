@@ -424,7 +424,7 @@ def _dtypes_everywhere(here: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
 def _check_one_decision(optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if a norm or a skipped step would concern only some parameters."""
     ours = fused_of(optimizers)
-    if not any(optimizer.wants_norm(ALONE) for optimizer in ours):
+    if not any(optimizer._wants_norm(ALONE) for optimizer in ours):
         return
     asked = {(optimizer.max_grad_norm, optimizer.skip_nonfinite) for optimizer in ours}
     if len(asked) > 1 or len(ours) < len(optimizers):
@@ -445,7 +445,7 @@ def _check_stages(optimizers: Sequence[Optimizer]) -> bool:
         Whether there was a decision to make. Otherwise later steps may ask for one.
     """
     alone = [o for o in fused_of(optimizers) if o.process_group is None]
-    if not any(optimizer.wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
+    if not any(optimizer._wants_norm(ALONE) for optimizer in alone) or not dist.is_initialized():
         return False
     spans = [p.device_mesh.size() for p in params_of(*alone) if isinstance(p, DTensor)]
     if max(spans, default=1) < dist.get_world_size():

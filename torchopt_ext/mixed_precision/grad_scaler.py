@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
         if closure is not None:
             raise RuntimeError("a closure cannot be used while gradients are scaled")
         self._reject_unscaled(optimizer)
-        if not getattr(optimizer, "checks_overflow_in_step", False):
+        if not getattr(optimizer, "_checks_overflow_in_step", False):
             return super().step(optimizer, *args[1:], **kwargs)
         if not isinstance(optimizer, HookedStep) or inner_optimizer(optimizer) is not optimizer:
             raise TypeError(
@@ -157,12 +157,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if getattr(optimizer, "steps_in_backward", False):
+        if getattr(optimizer, "_steps_in_backward", False):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} steps in backward, before a gradient scaler can "
                 f"unscale gradients: use no scaler, or an optimizer that updates in step()"
             )
-        if getattr(optimizer, "gradients_are_sharded", False):
+        if getattr(optimizer, "_gradients_are_sharded", False):
             raise RuntimeError(
                 f"the gradients of {type(optimizer).__name__} went to the ranks that own them; "
                 f"leave unscale_() out: step() unscales, checks and clips them"

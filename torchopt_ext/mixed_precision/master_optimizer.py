@@ -157,7 +157,7 @@ class MasterOptimizer(FusedSGD):
                 "base and FSDPadaptOptimizer anew"
             )
         parts = (self._built or self._rebuild()).parts
-        device = self.default_device
+        device = self._default_device
         if parts != [(device, ())] or self.process_group is not None:
             return False
         plan = self.collect().plan

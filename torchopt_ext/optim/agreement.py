@@ -31,7 +31,7 @@ def agree_on_matrices(
         RuntimeError: a rank rejects the step, gradients are missing on some ranks, or ranks have
             other matrices or settings. All ranks of the group raise.
     """
-    groups = dict.fromkeys(group for o in optimizers for group in o.exchange_groups.values())
+    groups = dict.fromkeys(group for o in optimizers for group in o._exchange_groups.values())
     if not waits:
         for group in groups:
             tensor = torch.tensor([int(rejects), 0, len(groups)]).to(comm_device(group))
@@ -56,8 +56,8 @@ def agree_on_matrices(
         raise RuntimeError(problems[0])
     for optimizer in () if rejects else optimizers:
         has = _has_gradient(optimizer, *groups)
-        optimizer.exchangers.present = {number for number, it_has in has.items() if it_has}
-        optimizer.exchangers.connect()
+        optimizer._exchangers.present = {number for number, it_has in has.items() if it_has}
+        optimizer._exchangers.connect()
 
 
 def _gathered(group: Any, *numbers: int) -> list[list[int]]:
@@ -73,7 +73,7 @@ def _rejected(group: Any, rejecting: list[int]) -> str:
 
 def _has_gradient(optimizer: Any, *groups: Any) -> dict[int, bool]:
     """Returns whether parameters that ranks of the groups share have a gradient, by number."""
-    params, shared = params_of(optimizer), optimizer.exchange_groups
+    params, shared = params_of(optimizer), optimizer._exchange_groups
     has = [
         (number_of(params[at], at), params[at].grad is not None)
         for at, group in shared.items()
@@ -83,7 +83,7 @@ def _has_gradient(optimizer: Any, *groups: Any) -> dict[int, bool]:
 
 
 def _digest(optimizers: Sequence[Any], group: Any) -> int:
-    held = [[o.exchangers.digests.get(group), _has_gradient(o, group)] for o in optimizers]
+    held = [[o._exchangers.digests.get(group), _has_gradient(o, group)] for o in optimizers]
     return compared(held)
 
 

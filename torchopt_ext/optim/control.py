@@ -78,7 +78,7 @@ class ControlView:
             count += moved(part.control.live("orthogonalized"), count.device)
         return count
 
-    def with_others(self, parts: Sequence[Any]) -> "ControlView":
+    def _with_others(self, parts: Sequence[Any]) -> "ControlView":
         """Returns a view that also counts what other optimizers have done in this step."""
         view = copy.copy(self)
         view._others = parts
@@ -112,7 +112,7 @@ class Controlled:
     _written_skip: bool | None = None  # skip_nonfinite in the control blocks, if known
 
     @property
-    def exchange_groups(self) -> Mapping[int, Any]:
+    def _exchange_groups(self) -> Mapping[int, Any]:
         """The process groups of parameters whose matrices ranks share in pass B, by position."""
         return {}
 
@@ -229,23 +229,23 @@ class Controlled:
         return bool(self._settings.get("growth_interval"))
 
     @property
-    def skips_overflow(self) -> bool:
+    def _skips_overflow(self) -> bool:
         """Whether a gradient that is not finite skips a step even if no scaler asks for it."""
         return self.has_loss_scale or bool(self._settings["skip_nonfinite"])
 
     @property
-    def keeps_counts(self) -> bool:
+    def _keeps_counts(self) -> bool:
         """Whether a schedule, a loss scale or ``ema_warmup`` depends on the block's counts."""
         return self.has_schedule or self.has_loss_scale or bool(self._settings.get("ema_warmup"))
 
-    def saved_control(self) -> dict[str, float]:
+    def _saved_control(self) -> dict[str, float]:
         """Returns the control block's counts and loss scale (0: none), for a checkpoint.
 
         Returns an empty dict without a schedule or loss scale: nothing else depends on the fields.
         """
-        if not self.keeps_counts:
+        if not self._keeps_counts:
             return {}
-        values = read_fields(self._block(self.default_device)[0])
+        values = read_fields(self._block(self._default_device)[0])
         if not self.has_loss_scale:
             values["loss_scale"] = 0.0
         return {name: values[name] for name in PERSISTENT}
@@ -253,14 +253,14 @@ class Controlled:
     def _live_counts(self) -> Tensor:
         """Returns the counts on which a schedule and a loss scale depend: a view of the block."""
         count = len(PERSISTENT) if self.has_loss_scale else 2
-        return self._block(self.default_device)[0][_STEPS : _STEPS + count]
+        return self._block(self._default_device)[0][_STEPS : _STEPS + count]
 
     def _take_counts(self, moved_here: Any = ()) -> None:
         """Sets the counts to those of a tensor or state dict, but not to what no count can be.
 
         Programs edit state without knowing its entries: a loss scale of 0 would end the training.
         """
-        live, device = self._live_counts(), self.default_device
+        live, device = self._live_counts(), self._default_device
         if isinstance(moved_here, Mapping):  # it is from a state dict
             moved_here = [moved_here.get(n, now) for n, now in zip(PERSISTENT, live, strict=False)]
         for name, now, value in zip(PERSISTENT, live.clone(), moved_here, strict=False):
@@ -282,10 +282,10 @@ class Controlled:
             largest = torch.stack([moved(count, block.device) for count in counts]).max()
             block[_STEPS] += (largest - done).clamp_(min=0.0)
 
-    def control_to_load(
+    def _control_to_load(
         self, control: Mapping[str, float], largest: float, largest_before: float
     ) -> dict[str, float]:
-        """Returns the fields to load, given those that :meth:`saved_control` returned.
+        """Returns the fields to load, given those that :meth:`_saved_control` returned.
 
         It warns of fields that begin anew, before anything changes: a warning may be an error.
 
@@ -297,7 +297,7 @@ class Controlled:
         """
         saved = {name: float(value) for name, value in control.items() if name in PERSISTENT}
         done = saved.get("steps", 0.0) - saved.get("skipped_steps", 0.0)
-        if done != largest != largest_before and saved == self.saved_control():
+        if done != largest != largest_before and saved == self._saved_control():
             # torch's set_optimizer_state_dict fills a missing entry with this optimizer's own
             # counts, which belong to other steps than the loaded state.
             saved, done = {}, 0.0
@@ -314,7 +314,7 @@ class Controlled:
                 )
         if done < largest:
             fields["steps"] = largest + fields["skipped_steps"]
-            if self.keeps_counts:
+            if self._keeps_counts:
                 warnings.warn(
                     f"the state dict does not count all steps for the schedule and the loss scale: "
                     f"both continue from step {largest:g}, the largest step count of a parameter, "
@@ -323,9 +323,9 @@ class Controlled:
                 )
         return fields
 
-    def load_control(self, fields: Mapping[str, float]) -> None:
-        """Sets the result of :meth:`control_to_load`."""
-        self._block(self.default_device)  # blocks made later copy the counts of an existing block
+    def _load_control(self, fields: Mapping[str, float]) -> None:
+        """Sets the result of :meth:`_control_to_load`."""
+        self._block(self._default_device)  # blocks made later copy the counts of an existing block
         self._write_control(fields)
 
     @property
@@ -333,7 +333,7 @@ class Controlled:
     def control(self) -> ControlView:
         """The last step's decision, such as ``control.grad_norm``; only its values synchronize."""
         self._follow_moved()
-        block = self._block(self.default_device)[0]
+        block = self._block(self._default_device)[0]
         if self._view is None or self._view._block is not block:
             self._view = ControlView(block, self)
         return self._view
@@ -344,7 +344,7 @@ class Controlled:
         return value.item() if value.is_cpu else None
 
     @property
-    def default_device(self) -> torch.device:
+    def _default_device(self) -> torch.device:
         """The device of the first parameter that is not on the meta device."""
         for group in self.param_groups:
             for param in group["params"]:
@@ -378,21 +378,23 @@ class Controlled:
 
     def _begin_step(self, context: StepContext) -> None:
         """Lets an overflow skip the step, also if a scaler or loss scale asks for it."""
-        skip = context.check_overflow or self.skips_overflow
+        skip = context.check_overflow or self._skips_overflow
         if skip is not self._written_skip:
             self._written_skip = None if is_captured() else skip  # a capture writes nothing yet
             self._write_control({"skip_nonfinite": skip})
 
-    def update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
+    def _update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         """Decides about a step on every device, given all squares by device (empty: no norm)."""
         for device in self.devices:
             control, accumulator = self._block(device)
             accumulated = total[device] if total else accumulator.zero_()
             ops.control_update_(control, accumulated, *self._scaler_tensors(context, device))
 
-    def count_rejected(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
+    def _count_rejected(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         """Counts a step that this rank rejects as other ranks' GPUs do: as one that overflowed."""
-        self.update_control(total, context._replace(found_inf=torch.ones(1), found_inf_agreed=True))
+        self._update_control(
+            total, context._replace(found_inf=torch.ones(1), found_inf_agreed=True)
+        )
 
     def _scaler_tensors(
         self, context: StepContext, device: torch.device
@@ -416,10 +418,10 @@ class Controlled:
             found_inf = moved(found_inf, device)
         return None if scale is None else moved(scale, device), found_inf
 
-    def wants_norm(self, context: StepContext) -> bool:
+    def _wants_norm(self, context: StepContext) -> bool:
         """Returns whether a step measures the gradients' norm or checks that they are finite."""
         clips = self._settings["max_grad_norm"] != 0.0
-        return clips or context.check_overflow or self.skips_overflow
+        return clips or context.check_overflow or self._skips_overflow
 
     @property
     def parts(self) -> list[NormGroup]:
@@ -429,7 +431,7 @@ class Controlled:
     @property
     def devices(self) -> list[torch.device]:
         """The devices with a control block: the first parameter's, for reading, and the parts'."""
-        return list(dict.fromkeys([self.default_device, *(device for device, _ in self.parts)]))
+        return list(dict.fromkeys([self._default_device, *(device for device, _ in self.parts)]))
 
     def accumulate(self, part: int, accumulator: Tensor) -> None:
         """Adds the squares of a part's gradients to the accumulator (pass A)."""

@@ -95,10 +95,10 @@ def _arrays(tensors: Iterable[Tensor]) -> Iterator[_Array]:
 def _arrays_of(optimizer: Any) -> Iterator[_Array]:
     item = 0
     for inner in _plain_optimizers(optimizer):
-        places = getattr(inner, "parameter_places", {})
+        places = getattr(inner, "_parameter_places", {})
         if hasattr(inner, "_wait_for_states"):
             inner._wait_for_states()
-        first = getattr(inner, "first_parameter_number", 0)
+        first = getattr(inner, "_first_parameter_number", 0)
         for number, param in enumerate(params_of(inner), first):
             state = inner.state.get(param) or {}
             if not (state or param.requires_grad):

@@ -93,8 +93,8 @@ class FusedOptimizer(HookedStep, AveragedWeights):
     """
 
     # torchopt_ext.GradScaler then leaves the overflow check to the step.
-    checks_overflow_in_step = True
-    writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
+    _checks_overflow_in_step = True
+    _writes_copies = True  # steps write the 16-bit copies of weights (torchopt_ext.fsdp)
     _fp32_moments: tuple[str | Tensor, ...] | None = None  # until the constructor has all groups
 
     estimate = staticmethod(estimate)
@@ -303,7 +303,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             if not isinstance(entry, dict):
                 continue
             if CONTROL_KEY in entry:
-                entry[CONTROL_KEY] = control_entry(self.saved_control())
+                entry[CONTROL_KEY] = control_entry(self._saved_control())
             if key in filled:
                 param, forms = filled[key]
                 absent = param if is_dtensor(param) else ABSENT
@@ -361,7 +361,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         loaded = self._read(state_dict)
         raise_problems(loaded.problems(self))
         largest_before = largest_step(self.state.values())
-        control = self.control_to_load(loaded.control, loaded.counted, largest_before)
+        control = self._control_to_load(loaded.control, loaded.counted, largest_before)
 
         @torch.no_grad()
         def load() -> None:
@@ -375,7 +375,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         """Continues with a state dict that was read and checked.
 
         Args:
-            control: the result of :meth:`control_to_load`.
+            control: the result of :meth:`_control_to_load`.
         """
         self._wait_for_states()
         state = dict(loaded.foreign)
@@ -387,7 +387,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
                     for name, value in self._kept(slot).items()
                 }
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": loaded.groups})
-        self.load_control(control)
+        self._load_control(control)
         self._marks = {}  # the next step compares loaded masters with the weights
 
     def _without_fillers(self, slot: Slot) -> Slot:
@@ -441,7 +441,7 @@ class FusedOptimizer(HookedStep, AveragedWeights):
 
     def _portable_state(self) -> dict[str, Any]:
         self._wait_for_states()
-        of_container = ("first_parameter_number", "first_matrix_number", "parameter_names")
+        of_container = ("_first_parameter_number", "_first_matrix_number", "parameter_names")
         kept = {name: value for name, value in vars(self).items() if name in of_container}
         portable = super().__getstate__() | kept
         return portable | {

@@ -170,15 +170,15 @@ class JointStep(PlacedStates):
     def _rebuild(self) -> Any:
         self._storage = self._common_storage()
         if self._options.stochastic_rounding:  # numbered as in the separate optimizers
-            self.parameter_places = {
-                param: place_of(opt.first_parameter_number, param)
+            self._parameter_places = {
+                param: place_of(opt._first_parameter_number, param)
                 for param, opt in zip(self.params, self.optimizers, strict=True)
             }
         return super()._rebuild()
 
     def _controls(self) -> Tensor:
         """Returns the optimizers' control blocks, which are made rows of one tensor."""
-        device = self.default_device
+        device = self._default_device
         if self._stacked_controls is None or self._stacked_controls.device != device:
             with torch.inference_mode(False):
                 self._stacked_controls = torch.stack([o._block(device)[0] for o in self.optimizers])

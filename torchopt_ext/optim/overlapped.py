@@ -153,9 +153,9 @@ class OverlappedStep(HostSteps):
         self._wait_for_modules()
         super()._count_at_least(steps)
 
-    def update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
+    def _update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         self._wait_for_modules()  # they read the last decision
-        super().update_control(total, context)
+        super()._update_control(total, context)
 
     @property
     def telemetry(self) -> Telemetry:

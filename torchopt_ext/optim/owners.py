@@ -193,7 +193,7 @@ def number_matrices(optimizers: Sequence[Any]) -> None:
         of.append(([p.numel() for group in stepped for p in group["params"]], optimizer))
     first = 0
     for sizes, optimizer in sorted(of, key=lambda pair: -max(pair[0], default=0)):
-        optimizer.first_matrix_number = first
+        optimizer._first_matrix_number = first
         first += len(sizes)
 
 

@@ -298,7 +298,7 @@ def norm_parts(optimizer: Any) -> dict[NormGroup, int]:
     before remain when their parameters are frozen.
     """
     parts: dict[NormGroup, int] = {}
-    before = optimizer.last_parts
+    before = optimizer._last_parts
     for param in params_of(optimizer):
         counts = optimizer.state.get(param) or (param.requires_grad and not param.is_meta)
         if counts or (before and part_of(param) in before):
@@ -356,12 +356,12 @@ def build_plan(
     for states in by_device.values():
         packed_steps(states)
     parts = norm_parts(optimizer)
-    first = optimizer.first_parameter_number
+    first = optimizer._first_parameter_number
     counted = optimizer._draws_bits
     groups = groups_of_shared(optimizer)
     shared = shared_params(optimizer, groups, lambda param: parts.get(part_of(param)))
     planned = {position for position, *_ in stepped}
-    devices, turn = [device for device, _ in parts], optimizer.first_matrix_number
+    devices, turn = [device for device, _ in parts], optimizer._first_matrix_number
     exchangers = Exchangers(shared, groups, devices, planned, turn)
     those = optimizer._parts_apart()
     keys = {
@@ -382,7 +382,7 @@ def build_plan(
         tensors = [None if value is None else local_tensor(value) for value in held]
         if copy is not None:
             tensors[0] = copy
-        place = optimizer.parameter_places.get(param)
+        place = optimizer._parameter_places.get(param)
         if place is None:
             number = first + position
             place = place_of(number, param) if counted else (number, 0, 0, 0, 0, 0)

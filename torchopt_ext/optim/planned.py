@@ -47,11 +47,11 @@ class PlannedStep(Controlled, Optimizer):
 
     # The number of the first parameter in draws and digests (docs/numerics.md sections 8 and 9). A
     # container numbers the parameters of its optimizers consecutively.
-    first_parameter_number = 0
+    _first_parameter_number = 0
     # How many of a container's matrices come before, for the turns of their owners.
-    first_matrix_number = 0
+    _first_matrix_number = 0
     # Places of parameters that are parts of larger parameters: set by ZeroRedundancyOptimizer.
-    parameter_places: Mapping[Tensor, Place] = {}
+    _parameter_places: Mapping[Tensor, Place] = {}
     # Names for messages and telemetry if groups have no param_names: set by containers.
     parameter_names: Sequence[Sequence[str]] = ()  # of each group, "" for none
     _storage: Storage
@@ -59,7 +59,7 @@ class PlannedStep(Controlled, Optimizer):
     _built: _Built | None = None
     _copies_of_dropped_plans = 0
     _marked: Tensor | None = None  # the counts that _mark_control() added
-    last_parts: Sequence[NormGroup] = ()  # of the last plan, while there is no plan
+    _last_parts: Sequence[NormGroup] = ()  # of the last plan, while there is no plan
     _last_exchange_groups: Mapping[int, Any] = {}  # the same
     # Weights when their fp32 masters were made or stepped, by id, while there is no plan.
     _marks: Mapping[int, WeightMarks] = {}
@@ -145,7 +145,7 @@ class PlannedStep(Controlled, Optimizer):
             follow: continue from the counts that a program has moved here with the state, and at
                 least from the parameters' steps. Does not wait for the device.
         """
-        entries = [self.state.get(param) for param in params_of(self)] if self.keeps_counts else []
+        entries = [self.state.get(param) for param in params_of(self)] if self._keeps_counts else []
         states = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
         if states:
             held = [f for entry in states if len(f := entry.pop(CONTROL_KEY, ()))]
@@ -156,7 +156,7 @@ class PlannedStep(Controlled, Optimizer):
             states[0][CONTROL_KEY] = self._marked = live
 
     def _follow_moved(self) -> None:
-        if self.keeps_counts:
+        if self._keeps_counts:
             entries = (self.state.get(param) for param in params_of(self))
             first = next((e for e in entries if isinstance(e, dict) and "step" in e), None)
             if first is not None and first.get(CONTROL_KEY) is not self._marked:
@@ -195,8 +195,8 @@ class PlannedStep(Controlled, Optimizer):
         for name in ("grad_scale", "found_inf"):
             value = getattr(context, name)
             if value is not None and (value.dtype != torch.float32 or value.numel() != 1):
-                raise RuntimeError(f"{name} is not one float32 element on {self.default_device}")
-        self._scaler_tensors(context, self.default_device)
+                raise RuntimeError(f"{name} is not one float32 element on {self._default_device}")
+        self._scaler_tensors(context, self._default_device)
 
     def _local_step(self, context: StepContext, again: bool = True) -> bool:
         """Makes the whole step in one call into C++, if the plan has one part with its own norm.
@@ -204,7 +204,7 @@ class PlannedStep(Controlled, Optimizer):
         Returns False, with nothing changed, if the step must be made piece by piece.
         """
         built = self._built or self._rebuild()
-        device, with_norm = built.only_device, self.wants_norm(context)
+        device, with_norm = built.only_device, self._wants_norm(context)
         if with_norm:
             self._expect_all_shards(built)
         reduced = self.process_group is not None or any(key for _, key in built.parts)
@@ -245,11 +245,11 @@ class PlannedStep(Controlled, Optimizer):
     def decide(self, total: dict[torch.device, Tensor], context: StepContext) -> None:
         """Updates control, given all squares by device (empty without a norm)."""
         self._begin_step(context)
-        self.update_control(total, context)
+        self._update_control(total, context)
         self._norm_measured = bool(total)
 
     @property
-    def exchange_groups(self) -> Mapping[int, Any]:
+    def _exchange_groups(self) -> Mapping[int, Any]:
         if self._built is not None:
             return self._built.exchangers.groups
         try:
@@ -259,7 +259,7 @@ class PlannedStep(Controlled, Optimizer):
             return self._last_exchange_groups
 
     @property
-    def exchangers(self) -> Exchangers:
+    def _exchangers(self) -> Exchangers:
         assert self._built is not None, "collect() comes first"
         return self._built.exchangers
 
@@ -271,7 +271,7 @@ class PlannedStep(Controlled, Optimizer):
 
     def _forget_plan(self) -> None:
         if self._built is not None:
-            self.last_parts = self._built.parts
+            self._last_parts = self._built.parts
             self._last_exchange_groups = self._built.exchangers.groups
             self._marks = {**self._marks, **self._built.plan.weight_marks()}
         self._copies_of_dropped_plans, self._built = self.gradients_copied, None
@@ -287,8 +287,8 @@ class PlannedStep(Controlled, Optimizer):
             self, self._storage, self._options
         )
         self._marks = {}
-        only = [device for device, _ in parts] == [self.default_device]
-        device = self.default_device if only else None
+        only = [device for device, _ in parts] == [self._default_device]
+        device = self._default_device if only else None
         flattened = (name for name, param in named if is_flattened(param))
         names = [name for name, _ in named]
         self._built = _Built(

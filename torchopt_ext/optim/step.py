@@ -126,11 +126,11 @@ def _step_together(
         for optimizer in optimizers:
             built.append(optimizer.collect())
         first._check_scaler(context)
-        if exchanging := [optimizer for optimizer in optimizers if optimizer.exchange_groups]:
+        if exchanging := [optimizer for optimizer in optimizers if optimizer._exchange_groups]:
             progress.agreed = True
             agree_on_matrices(exchanging)
         total = dict(context.measured or {})
-        measured = bool(total) or first.wants_norm(context)
+        measured = bool(total) or first._wants_norm(context)
         if not total and (measured or context.progress is not None):
             total = accumulated_norm(optimizers, context, progress, measured=measured)
             if context.check_overflow:
@@ -191,18 +191,18 @@ def _unless_rejected(
 def reject(optimizers: Sequence[Controlled], context: StepContext, progress: StepProgress) -> None:
     """Tells the ranks that wait in this step's norm that this rank rejects the step."""
     in_doubt = not (progress.agreed or progress.in_closure)
-    if in_doubt and (sharing := [o for o in optimizers if o.exchange_groups]):
+    if in_doubt and (sharing := [o for o in optimizers if o._exchange_groups]):
         progress.agreed = True
         with suppress(Exception):
             agree_on_matrices(sharing, rejects=True)
     if context.measured is not None:
         return  # the ranks exchanged the norm before the step, so none waits
-    if progress.pending and (context.progress is not None or optimizers[0].wants_norm(context)):
+    if progress.pending and (context.progress is not None or optimizers[0]._wants_norm(context)):
         with suppress(Exception):
             total = accumulated_norm(optimizers, context, progress, rejects=True)
             if not _knows_rejections(optimizers, total):
                 for optimizer in optimizers:
-                    optimizer.count_rejected(total, context)
+                    optimizer._count_rejected(total, context)
 
 
 def _knows_rejections(optimizers: Sequence[Controlled], total: dict[torch.device, Tensor]) -> bool:
@@ -281,7 +281,7 @@ def accumulated_norm(
         agree(total, group, progress)
     if not rejects and (group is not None or equal or any(sums)):
         # Other ranks make no exchange with one that rejects the step.
-        optimizers[0].rejected_steps.note(total, waits=any(o.exchange_groups for o in optimizers))
+        optimizers[0].rejected_steps.note(total, waits=any(o._exchange_groups for o in optimizers))
     return {device: moved(total, device) for device in devices}
 
 

@@ -75,8 +75,8 @@ def get_state_dict(optimizers: Sequence[Any], names: Names) -> dict[str, Any]:
                 fqn, entry = names[param], packed["state"].get(index, {})
                 flat |= {f"state.{fqn}.{k}": v for k, v in entry.items() if k != CONTROL_KEY}
                 flat |= {f"param_groups.{fqn}.{name}": value for name, value in options.items()}
-    counting = [o for o in optimizers if getattr(o, "keeps_counts", False) and o.state]
-    fields = counting[0].saved_control() if counting else {}  # all step together
+    counting = [o for o in optimizers if getattr(o, "_keeps_counts", False) and o.state]
+    fields = counting[0]._saved_control() if counting else {}  # all step together
     return flat | {f"{CONTROL_KEY}.{name}": value for name, value in fields.items()}
 
 
@@ -118,10 +118,10 @@ def prepare_load(
     problems += filter(None, [entries.control_problem(control)])
     raise_missing(missing, problems)
     steps = largest_step(slot.entry for slot, _ in slots), largest_step(state for _, state in slots)
-    fused: list[Any] = [each for each in optimizers if hasattr(each, "control_to_load")]
+    fused: list[Any] = [each for each in optimizers if hasattr(each, "_control_to_load")]
     for optimizer in fused:
         optimizer._wait_for_states()
-    controls = [(optimizer, optimizer.control_to_load(control, *steps)) for optimizer in fused]
+    controls = [(optimizer, optimizer._control_to_load(control, *steps)) for optimizer in fused]
     return partial(_load, [_writes(*each) for each in slots], options, controls)
 
 
@@ -148,7 +148,7 @@ def _load(
             else:
                 group[name] = value
     for optimizer, fields in controls:
-        optimizer.load_control(fields)
+        optimizer._load_control(fields)
         _C.increment_versions(params_of(optimizer))  # the next step compares masters and weights
 
 

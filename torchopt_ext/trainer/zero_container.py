@@ -74,7 +74,7 @@ class ZeroOptimizersContainer(OptimizersContainer[ZeroRedundancyOptimizer]):
         """Returns the state dict of an OptimizersContainer, with this rank's shards of tensors."""
         self._zero.optim.init_state()
         names = dict(zip(params_of(self), self._names, strict=True))
-        control = self._zero.optim.saved_control()
+        control = self._zero.optim._saved_control()
         state = flat.get_state_dict([self._zero], names)
         return state | {f"{CONTROL_KEY}.{name}": value for name, value in control.items()}
 

@@ -183,7 +183,7 @@ class LocalOptimizer:
         """
         if self.is_fused:
             index = {param: index for index, param in enumerate(params_of(self.params))}
-            self.fused.parameter_places = {
+            self.fused._parameter_places = {
                 part.tensor: (index[part.param], part.begin, 0, 0, 0, 0) for part in self.parts
             }
         for group, local in zip(self.params.param_groups, self.optimizer.param_groups, strict=True):

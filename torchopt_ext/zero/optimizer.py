@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
         self._allow_mixed_dtypes = allow_mixed_dtypes
         optimizer_class, defaults = unwrap_partial(optimizer_class, defaults)
         # A hook of DDP steps, before a gradient scaler can unscale gradients.
-        self.steps_in_backward = self._overlap_with_ddp = overlap_with_ddp
+        self._steps_in_backward = self._overlap_with_ddp = overlap_with_ddp
         self._overlap_info = OverlapInfo(self.world_size)
         self._bucket_assignments_per_rank: list[dict[int, Any]] = []
         self._steps_by_group_rank = False
@@ -409,11 +409,11 @@ class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
 
     @property
-    def checks_overflow_in_step(self) -> bool:
+    def _checks_overflow_in_step(self) -> bool:
         """Whether torchopt_ext.GradScaler may leave the overflow check to the local step."""
-        return bool(getattr(self.optim, "checks_overflow_in_step", False))
+        return bool(getattr(self.optim, "_checks_overflow_in_step", False))
 
-    gradients_are_sharded = forwarded("partition", "gradients_are_sharded")
+    _gradients_are_sharded = forwarded("partition", "gradients_are_sharded")
     """Whether gradients are reduced to their owners, so that a scaler cannot unscale them."""
     control = of_whole_steps("control")
     """The control block of the local FusedOptimizer. Its decision is the same on all ranks."""

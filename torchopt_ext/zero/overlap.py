@@ -48,7 +48,7 @@ def of_whole_steps(name: str) -> Any:
     """
 
     def fused(zero: Any) -> Any:
-        if zero.steps_in_backward:
+        if zero._steps_in_backward:
             raise AttributeError(
                 f"overlap_with_ddp=True has no {name}: it steps in backward, bucket by bucket"
             )

@@ -48,7 +48,7 @@ def local_state(local: LocalOptimizer) -> tuple[Pieces, dict[str, Any]]:
     state = extra.pop("state")
     del extra["param_groups"]
     if local.is_fused:
-        extra[CONTROL_KEY] = control_entry(optimizer.saved_control())
+        extra[CONTROL_KEY] = control_entry(optimizer._saved_control())
     index_of = {param: index for index, param in enumerate(params_of(local.params))}
     pieces: Pieces = {}
     for number, part in enumerate(parts):
@@ -156,7 +156,7 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
     with fail_together(group):
         if local.is_fused:
             control: dict[str, Any] = next(filter(None, controls), {})
-            fields = optimizer.control_to_load(control, max(counted), max(steps))
+            fields = optimizer._control_to_load(control, max(counted), max(steps))
             optimizer._take_loaded(Loaded(loaded.slots, loaded.groups), fields)
         else:
             state = {n: slot.entry for n, slot in enumerate(loaded.slots) if slot.entry}

@@ -408,7 +408,7 @@ def test_inner_optimizers_know_the_models_names_and_numbers(parts, cls):
             param.grad = torch.ones_like(param)
         optimizer.step()
         names += optimizer.telemetry.names
-        numbers.append(optimizer.first_parameter_number)
+        numbers.append(optimizer._first_parameter_number)
     assert names == plain
     assert numbers == (list(range(12)) if cls is OptimizersInBackwardContainer else [0, 8])
     assert all("param_names" not in group for group in container.param_groups)

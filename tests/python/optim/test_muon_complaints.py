@@ -449,8 +449,8 @@ def test_a_group_that_no_step_takes_leaves_the_ranks_to_tell(group: dict[str, An
     optimizer = FusedMuon([nn.Parameter(torch.ones(3, 4))])
     optimizer.step()
     optimizer._forget_plan()
-    groups = optimizer.exchange_groups
+    groups = optimizer._exchange_groups
     optimizer.param_groups[0] = optimizer.param_groups[0] | group if group else {}
-    assert optimizer.exchange_groups == groups
+    assert optimizer._exchange_groups == groups
     with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
         optimizer.step()

@@ -291,7 +291,7 @@ def test_copies_keep_settings_numbers_and_names() -> None:
     optimizer = OptimizersContainer(parts, FusedAdamW, options).optimizers[1]
     copies = [deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     for each in (optimizer, *copies):
-        assert each.first_parameter_number == 2
+        assert each._first_parameter_number == 2
         assert each.parameter_names == [["weight", "bias"]]
         train(each, range(2))
         assert 0 < float(each.control.clip_factor) < 1
