@@ -180,6 +180,26 @@ def greedy_groups_become_muons() -> None:
     assert sum(gathered(int(zero.control.orthogonalized))) == 3
 
 
+def keys_that_groups_lose_are_lost() -> None:
+    """Also after a step that was rejected."""
+    (_, one), (_, zero) = runs = [
+        ([p := nn.Parameter(torch.arange(96.0).sin().view(8, 12))], build([p], lr=0.1, beta2=0.9))
+        for build in (FusedMuon, partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon))
+    ]
+    for seed in range(3):
+        for params, optimizer in runs:
+            set_gradients(params, seed=seed)
+            optimizer.step()
+        for optimizer in (one, zero):
+            optimizer.param_groups[0].pop("beta2", None)
+        zero.param_groups[0] |= {"num_heads": 5}
+        set_gradients(runs[1][0])
+        with pytest.raises((ValueError, RuntimeError), match=r"num_heads 5 do not|rank 0 reject"):
+            zero.step()
+        del zero.param_groups[0]["num_heads"]
+    assert_same_bits(runs[1][0], runs[0][0])
+
+
 def ranks_raise_together() -> None:
     """What one rank alone does: its closure raises, or a group gets an unknown algorithm."""
     balanced = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
@@ -317,6 +337,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "rejection": a_rejected_step_changes_nothing,
         "together": ranks_raise_together,
         "becomes Muon's, greedy": greedy_groups_become_muons,
+        "lost keys": keys_that_groups_lose_are_lost,
         "several": several_parameters_a_bucket,
         "between rows": normuon_is_cut_between_rows,
         "between rows, int8": partial(normuon_is_cut_between_rows, state_dtype="int8"),

@@ -19,9 +19,11 @@ from torchopt_ext.optim.owners import groups_of_shared
 from torchopt_ext.optim.param_states import Apart
 from torchopt_ext.optim.shards import watch_weights
 from torchopt_ext.optim.telemetry import Telemetry, telemetry_of, track_bits
+from torchopt_ext.state.algorithms import algorithm_of, expect_keys
 from torchopt_ext.state.entries import CONTROL_KEY
 from torchopt_ext.state.local import local_tensor
 from torchopt_ext.state.masters import refresh_stale_elements
+from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.params import drop_replaced, named_group_params, params_of
 from torchopt_ext.state.storage import MASTER, Place, Storage, param_problem, place_of
 
@@ -98,6 +100,8 @@ class PlannedStep(Controlled, Optimizer):
         chosen = [(group, n or i, param) for i, (_, group, n, param) in named if chooses(param)]
         for group, name, param in chosen:
             self._check_param(param, name)
+            if algorithm_of(group).steps_matrices:
+                matrices_of(group, param, name)
             param_states.reject_incomplete(name, self.state.get(param, {}), group)
         entries = [(group, param, self.state[param]) for group, _, param in chosen]
         new = [param for _, param, state in entries if MASTER not in state]
@@ -278,6 +282,7 @@ class PlannedStep(Controlled, Optimizer):
 
     @torch.no_grad()
     def _rebuild(self) -> _Built:
+        expect_keys(self.param_groups)
         self._forget_plan()
         self._take_written_weights()
         self._init_states(

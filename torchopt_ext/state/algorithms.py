@@ -211,6 +211,20 @@ def reject_unknown(names: Iterable[str], valid: Collection[str], what: str) -> N
             raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, valid)}")
 
 
+def expect_keys(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if a program has changed a group's algorithm, but not its other keys."""
+    for number, group in enumerate(groups):
+        name, algorithm = group.get("algorithm", "adam"), algorithm_of(group)
+        read = {hyper.key for hyper in algorithm.hypers if not hyper.may_lack}
+        read |= {"beta2"} if name == "normuon" else set()
+        needed = {key: value for key, value in defaults_of(name).items() if key in read}
+        if missing := {key: needed[key] for key in needed if key not in group}:
+            raise ValueError(
+                f"param group {number} is of {name!r}, whose groups have also "
+                f"{', '.join(missing)}: set these with the algorithm, by default {missing}"
+            )
+
+
 def check_values(group: Mapping[str, Any]) -> None:
     """Rejects hyperparameters of a group that are of a wrong type or out of range.
 

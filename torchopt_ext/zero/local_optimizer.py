@@ -434,8 +434,9 @@ def set_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
 
 def copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copies all settings of groups, except the parameters, to another list of groups."""
+    """Makes all settings of groups, except the parameters, those of another list of groups."""
+    own = {"params", "param_names"}
     for group, other in zip(source, target, strict=True):
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                other[key] = value
+        for key in other.keys() - group.keys() - own:
+            del other[key]
+        other.update({key: value for key, value in group.items() if key not in own})

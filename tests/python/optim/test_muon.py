@@ -17,6 +17,7 @@ from torch.testing._internal.common_optimizers import OptimizerInput
 
 from torchopt_ext import FusedAdamW, FusedMuon, FusedOptimizer, ops, orthogonalize
 from torchopt_ext.state import masters
+from torchopt_ext.state.algorithms import defaults_of
 from torchopt_ext.state.masters import weight_of
 from torchopt_ext.state.matrices import matrices_of
 from torchopt_ext.state.newton_schulz import JORDAN, PRESETS
@@ -297,6 +298,50 @@ def test_what_cannot_be_scaled() -> None:
     ):
         with pytest.raises(error, match=message), unchanged(optimizer):
             optimizer.scale_(wrong, factors)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "lacks", "keys"),
+    [
+        ("adamw", "amsgrad", {**defaults_of("adamw"), "weight_decay": 0.1, "lr": 0.1}),
+        ("normuon", "beta2", {"beta2": 0.95}),
+        ("lion", "betas", {**defaults_of("lion"), "weight_decay": 0.1, "lr": 0.1}),
+    ],
+)
+def test_a_group_gets_another_algorithm(
+    steps: int, name: str, lacks: str, keys: dict[str, Any]
+) -> None:
+    """With all keys of its groups, and without the state of the former one."""
+    params, expected = make_params([(8, 12)]), make_params([(8, 12)])
+    optimizer = FusedMuon(params, lr=0.1)
+    train(optimizer, range(steps))
+    optimizer.state.clear()
+    (group,) = optimizer.param_groups
+    group["algorithm"] = name
+    set_gradients(params)
+    with pytest.raises(ValueError, match=rf"is of '{name}', .*{lacks}.* set these"):
+        optimizer.step()
+    assert not optimizer.state
+    group |= keys
+    with torch.no_grad():
+        expected[0].copy_(params[0])
+    other = FusedMuon([{"params": expected, "algorithm": name, **keys}], lr=0.1)
+    train(optimizer, range(2))
+    train(other, range(2))
+    assert_same_bits(params, expected)
+
+
+def test_unfrozen_vectors_get_no_state() -> None:
+    """A group of Muon has checked its trainable parameters only."""
+    params = make_params([(8, 12), (7,)])
+    params[1].requires_grad_(requires_grad=False)
+    optimizer = FusedMuon(params)
+    params[1].requires_grad_()
+    set_gradients(params)
+    with pytest.raises(ValueError, match=r"parameter 1 has shape \(7,\)"):
+        optimizer.step()
+    assert params[1] not in optimizer.state
 
 
 @pytest.mark.parametrize(
