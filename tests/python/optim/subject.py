@@ -14,15 +14,12 @@ from torch.testing._internal.common_optimizers import (
     _get_optim_inputs_including_global_cliquey_kwargs,
     optim_db,
 )
-from torch.testing._internal.common_utils import TestCase
 
 from ...support.problems import SHAPES, make_params
 from ...support.ways import OURS, TORCH
 
 NAMES = ("Adam", "AdamW", "Muon")
 MATRICES = ((3, 4), (7, 2), (1, 5), (6, 6))
-
-CASE = TestCase()  # torch's comparison of nested containers, and its tolerances per dtype
 
 
 def optimizer_info(name: str) -> OptimizerInfo:

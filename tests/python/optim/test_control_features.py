@@ -54,7 +54,7 @@ def test_gradients_become_unscaled_and_clipped(
     for step in range(3):
         set_gradients(params, others, seed=step, scale=scale or 1.0)
         before = [p.grad.clone() for p in params]
-        versions = [p.grad._version for p in params]
+        versions = [p.grad._version for p in (*params, *others)]
         for optimizer in (ours, plain):
             if scale is not None:
                 optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
@@ -65,7 +65,9 @@ def test_gradients_become_unscaled_and_clipped(
         expected = [(g.to(wide) * factor).to(g.dtype) for g in before]
         assert_same_bits([p.grad for p in params], expected)
         assert_same_bits([q.grad for q in others], before)
-        assert all(p.grad._version > old for p, old in zip(params, versions, strict=True))
+        written = [p.grad._version for p in (*params, *others)]
+        changed = [new > old for new, old in zip(written, versions, strict=True)]
+        assert changed == [True] * len(params) + [False] * len(others)
         assert snapshot(ours) == snapshot(plain)
     norm = torch.stack([p.grad.double().norm() for p in params]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.7, dtype=FP64), rtol=2e-3, atol=0)
@@ -122,22 +124,6 @@ def test_a_part_of_a_schedule_may_be_endless(endless: str) -> None:
     assert float(optimizer.control.lr_factor) == pytest.approx(
         {"warmup_steps": 0.0, "stable_steps": 1.0, "decay_steps": 1.0}[endless], abs=1e-12
     )
-
-
-def test_a_copy_goes_on_with_the_schedule() -> None:
-    """A copy resumes at the same place, skipped steps included; ../statedict tests state dicts."""
-    optimizer = FusedAdamW(make_params(), lr=0.1, skip_nonfinite=True, max_grad_norm=1.0)
-    optimizer.set_schedule(**SCHEDULE)
-    train(optimizer, range(3))
-    train(optimizer, [3], scale=math.inf)
-    train(optimizer, range(4, 9))
-    twin = copy.deepcopy(optimizer)
-    assert float(twin.control.grad_norm) == float(optimizer.control.grad_norm)
-    for each in (optimizer, twin):
-        train(each, range(9, 15))
-    assert snapshot(twin) == snapshot(optimizer)
-    assert float(twin.control.lr_factor) == float(optimizer.control.lr_factor) < 1
-    assert (float(twin.control.steps), float(twin.control.skipped_steps)) == (15, 1)
 
 
 def test_a_checkpoint_does_not_decide_settings() -> None:

@@ -209,13 +209,6 @@ def test_parameters_that_a_mask_set_to_zero_go_on_from_zero(kind: str, zero: flo
     assert snapshot(optimizer) == snapshot(twin)
 
 
-def test_after_writes_that_torch_does_not_count_the_old_master_counts() -> None:
-    params, optimizer = stepped("fp32")
-    for p in params:
-        p.data.mul_(1.5)
-    assert_next_step_is_of(params, optimizer, lambda p: optimizer.state[p]["master_weight"])
-
-
 @each_kind
 @pytest.mark.parametrize("how", ["entry", "data", "in place"])
 def test_a_replaced_master_is_noticed(how: str, kind: str) -> None:

@@ -1,8 +1,8 @@
 """torch's own optimizer checks (test/test_optim.py, class TestOptimRenewed) on our classes.
 
 The inputs come from torch.testing. The test bodies do not ship with torch and are rewritten here.
-test_state_dict.py, test_step_inputs.py and test_versions_and_hooks.py have the checks of state
-dicts, schedulers and hooks.
+test_every_way.py and test_step_inputs.py have those of steps and schedulers, test_state_dict.py and
+test_versions_and_hooks.py those of state dicts and hooks.
 """
 
 from __future__ import annotations
@@ -17,21 +17,12 @@ from torch.testing._internal.common_optimizers import (
     ErrorOptimizerInput,
     OptimizerErrorEnum,
     OptimizerInput,
-    TensorTracker,
 )
 
 from ...support.compare import bits, snapshot, unchanged
-from ...support.problems import make_params, params_of, set_gradients, small_model, train
+from ...support.problems import make_params, params_of, train
 from ...support.ways import OURS, TORCH, each_class
-from .subject import (
-    CASE,
-    NAMES,
-    Regression,
-    assert_close_to_torch,
-    inputs,
-    optimizer_info,
-    params_for,
-)
+from .subject import NAMES, Regression, assert_close_to_torch, inputs, optimizer_info, params_for
 
 
 @each_class
@@ -144,76 +135,6 @@ def test_tensor_lr(name: str, kwargs: dict[str, Any], shape: tuple[int, ...]) ->
         assert bits(with_float.bias) == bits(with_tensor.bias)
 
 
-def compare_with_forloop(name: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
-    """Runs seven iterations, the third without gradients, one layer frozen in the fourth and fifth.
-
-    After each comparison our values are set to torch's, so that differences do not accumulate.
-    """
-    data = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=dtype).reshape(3, 2)
-    models, params, optimizers = [], [], []
-    for cls, flags in ((TORCH[name], {"fused": False, "foreach": False}), (OURS[name], {})):
-        model = small_model(dtype)
-        torch.manual_seed(2)
-        extra = torch.empty((), dtype=dtype).uniform_().requires_grad_()
-        extra.grad = torch.rand_like(extra)
-        params.append([*model.parameters(), extra])
-        models.append(model)
-        optimizers.append(cls(params[-1], **{**kwargs, **flags}))
-
-    low_precision = dtype in (torch.bfloat16, torch.float16)
-    tracker = TensorTracker({"atol": 5e-3, "rtol": 5e-3} if low_precision else {})
-    for iteration in range(7):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            if iteration in (3, 5):
-                model[2].requires_grad_(iteration == 5)
-            if iteration != 2:
-                model(data).sum().backward()
-            optimizer.step()
-        for reference, mine in zip(*params, strict=True):
-            tracker.add(reference)
-            tracker.pop_check_set(mine, CASE)
-            theirs, ours = optimizers[0].state[reference], optimizers[1].state[mine]
-            assert theirs.keys() == ours.keys()
-            for key in theirs:
-                tracker.add(theirs[key])
-                tracker.pop_check_set(ours[key], CASE)
-    assert tracker.all_popped()
-
-
-FORLOOP_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@each_class
-@pytest.mark.parametrize("dtype", FORLOOP_DTYPES, ids=str)
-def test_matches_forloop(name: str, dtype: torch.dtype) -> None:
-    for optim_input in optimizer_info(name).optim_inputs_func(device="cpu", dtype=dtype):
-        compare_with_forloop(name, dtype, optim_input.kwargs)
-
-
-@each_class
-def test_meta_parameters(name: str) -> None:
-    """Parameters on the meta device are refused; once they have memory, a step works."""
-    with torch.device("meta"):
-        model = small_model()
-    for p in model.parameters():
-        p.grad = torch.rand_like(p)
-
-    def construct_and_step() -> None:
-        OURS[name](model.parameters()).step()
-
-    with pytest.raises((RuntimeError, TypeError), match="meta"):
-        construct_and_step()
-
-    model.to_empty(device="cpu")  # replaces the parameters
-    optimizer = OURS[name](model.parameters())
-    for p in model.parameters():
-        nn.init.ones_(p)
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert all((p < 1).all() for p in model.parameters())
-
-
 @inputs()
 def test_noop_without_gradients(name: str, kwargs: dict[str, Any]) -> None:
     params = [torch.ones(2, 3), nn.Parameter(torch.ones(4, 2))]
@@ -224,14 +145,6 @@ def test_noop_without_gradients(name: str, kwargs: dict[str, Any]) -> None:
 
 
 @inputs()
-def test_noop_for_zero_gradients(name: str, kwargs: dict[str, Any]) -> None:
-    optimizer = OURS[name](params_for(name), **kwargs | {"weight_decay": 0.0})  # which moves, too
-    with unchanged(*params_of(optimizer)):
-        train(optimizer, [0], scale=0.0)
-    assert all(state["step"] == 1 for state in optimizer.state.values())
-
-
-@inputs()
 def test_printing(name: str, kwargs: dict[str, Any]) -> None:
     text = repr(OURS[name](params_for(name), **kwargs))
     assert text.startswith(f"Fused{name} (\nParameter Group 0\n")
@@ -239,21 +152,6 @@ def test_printing(name: str, kwargs: dict[str, Any]) -> None:
     optimizer = OURS[name](params_for(name), **kwargs, max_grad_norm=0.5, track=("norms",))
     settings = "max_grad_norm: 0.5\ntrack: ('norms',)\n"
     assert repr(optimizer) == text.replace("(\n", f"(\n{settings}", 1)
-
-
-@inputs()
-@pytest.mark.parametrize("extra", [{}, {"max_grad_norm": 0.5}], ids=["", "clipped"])
-def test_gradients_are_not_written(
-    name: str, kwargs: dict[str, Any], extra: dict[str, Any]
-) -> None:
-    optimizer = OURS[name](params_for(name), **kwargs, **extra)
-    set_gradients(params_of(optimizer))
-    gradients = [p.grad for p in params_of(optimizer)]
-    versions = [g._version for g in gradients]
-    with unchanged(*gradients):
-        optimizer.step()
-    assert [g._version for g in gradients] == versions
-    assert all(p.grad is g for p, g in zip(params_of(optimizer), gradients, strict=True))
 
 
 @inputs()
