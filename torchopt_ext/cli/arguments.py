@@ -66,6 +66,13 @@ def add_dtype(parser: Parser, flag: str, choices: Iterable[str], what: str) -> N
     )
 
 
+def expect_paths(*paths: str | Path | None) -> None:
+    """Rejects paths at which nothing is, before torch's import takes its time."""
+    for path in paths:
+        if path is not None and not Path(path).exists():
+            raise CommandError(f"there is no {path}")
+
+
 def file_or_count(text: str) -> int | Path:
     """Parses a path that exists, or a number of parameters such as 7B."""
     path = Path(text)
@@ -303,6 +310,7 @@ def schedule(args: list[str]) -> argparse.Namespace:
         raise CommandError(f"--{option} needs --steps; a job's schedule is in its file")
     if options.steps is None and not options.config:
         raise CommandError("give --steps, or a job by --config")
+    expect_paths(*options.config)
     return options
 
 
@@ -385,7 +393,9 @@ def inspect(args: list[str]) -> argparse.Namespace:
         "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
     )
     command.add_argument("--json", action="store_true", help="print everything as JSON")
-    return command.parse_args(args)
+    options = command.parse_args(args)
+    expect_paths(options.checkpoint)
+    return options
 
 
 def convert(args: list[str]) -> argparse.Namespace:
@@ -449,6 +459,7 @@ def convert(args: list[str]) -> argparse.Namespace:
             f"{options.output}: safetensors hold no param groups; name the output such as "
             f"{options.output.with_suffix('.pt')}"
         )
+    expect_paths(options.input, options.weights)
     return options
 
 

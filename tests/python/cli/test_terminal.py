@@ -225,6 +225,7 @@ def test_help_and_wrong_arguments_do_not_wait_for_torch(without_torch, tmp_path)
     """Importing it takes seconds."""
     script = tmp_path / "torchopt-ext"  # as pip writes it
     script.write_text("import sys; from torchopt_ext.__main__ import main; sys.exit(main())")
+    (tmp_path / "a.pt").touch()
     assert "torch was imported" in without_torch("-c", "import torchopt_ext").stderr
     for start in (["-m", "torchopt_ext"], [script]):
         for args in ("--help", "--version", *(f"{name} --help" for name in PARSERS)):
@@ -238,6 +239,10 @@ def test_help_and_wrong_arguments_do_not_wait_for_torch(without_torch, tmp_path)
             ("plan 7B --rest lion", "--rest needs --algorithm muon"),
             ("schedule", "give --steps"),
             ("inspect", "checkpoint"),
+            ("inspect no.pt", "there is no no.pt"),
+            ("convert no.pt b.pt", "there is no no.pt"),
+            ("convert a.pt b.pt --weights no", "there is no no\n"),
+            ("schedule --config no.toml", "there is no no.toml"),
             ("convert a.pt b.pt --to-torch --state-dtype int8", "fp32 moments"),
         ):
             done = without_torch(*start, *args.split())
