@@ -1,7 +1,7 @@
 """Checks of arguments. The messages name the argument and show its value."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,17 +96,21 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def expect_params(params: Any) -> None:
-    """Rejects what is neither parameters nor param groups, such as a model.
+    """Rejects what is neither parameters nor param groups, such as a model or a dict.
 
     Raises:
         TypeError: the value is neither.
     """
     is_model = isinstance(params, torch.nn.Module)
-    if not is_model and isinstance(params, Iterable):
+    is_dict = isinstance(params, Mapping)
+    if not is_model and not is_dict and isinstance(params, Iterable):
         return
     what = getattr(params, "__qualname__", f"{params!r:.200}")
     what = f"a {type(params).__name__} module" if is_model else what
+    what = f"of type {type(params).__name__}" if is_dict else what
     hint = "model.parameters()" if is_model or callable(params) else "a list"
+    if is_dict and "params" not in params:
+        hint = "model.named_parameters()"
     raise TypeError(f"params is {what}, expected parameters or param groups, such as {hint}")
 
 

@@ -358,6 +358,9 @@ def test_what_is_no_parameters(cls: Any) -> None:
     for wrong, message in (
         (model, "params is a Sequential module, .*such as model.parameters"),
         (model[0], "params is a Linear module"),
+        (model.state_dict(), r"type OrderedDict, .*such as model.named_parameters\(\)$"),
+        (dict(model.named_parameters()), "type dict, .*such as model.named_par"),
+        ({"params": [*model.parameters()]}, "params is of type dict, .*such as a list$"),
         (model.parameters, r"params is Module.parameters, .* such as model.parameters\(\)$"),
         (3, "params is 3, expected parameters or param groups"),
         ([{"params": model}], "params is a Sequential module, .*such as model.parameters"),
