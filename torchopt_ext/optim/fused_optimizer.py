@@ -293,7 +293,8 @@ class FusedOptimizer(HookedStep, AveragedWeights):
         if not (isinstance(packed, dict) and "state" in packed):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
         packed["state"] = with_own_steps(packed["state"])
-        packed["param_groups"] = [*map(without_functions, packed["param_groups"])]
+        if "param_groups" in packed:
+            packed["param_groups"] = [*map(without_functions, packed["param_groups"])]
         filled: dict[Any, tuple[Tensor, Sequence[str]]] = {}
         if is_to_be_filled():
             named = named_group_params(self)

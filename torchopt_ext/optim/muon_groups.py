@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from torchopt_ext._names import meant
 from torchopt_ext.optim.groups import (
     Choice,
     choices_of_trained,
@@ -18,6 +19,7 @@ from torchopt_ext.optim.groups import (
     whole_shape,
 )
 from torchopt_ext.optim.muon_routing import Route, matrices, routes
+from torchopt_ext.state.algorithms import HYPERS, SHARED
 from torchopt_ext.state.entries import unwrapped
 
 __all__ = ["MuonGroups", "muon_groups"]
@@ -78,7 +80,8 @@ def muon_groups(
         is the table.
 
     Raises:
-        TypeError, ValueError: as :func:`torchopt_ext.param_groups`. ValueError also if a pattern of
+        TypeError, ValueError: as :func:`torchopt_ext.param_groups`. TypeError also if a key of
+            ``muon_options`` or ``adamw_options`` is misspelled. ValueError also if a pattern of
             ``muon`` matches an embedding or no matrix, or one of ``muon_options`` none of Muon's
             parameters.
     """
@@ -106,6 +109,7 @@ def muon_groups(
             patterns, options = (), dict(adamw_options or {})
         if (group := groups.get(key + patterns)) is None:
             options = {"algorithm": route.algorithm, **common, **options}
+            _reject_misspelled(options, f"{route.algorithm}_options")
             group = _group(options, route, chosen[param], patterns)
             groups[key + patterns] = group
         group["params"].append((name, param))
@@ -114,6 +118,14 @@ def muon_groups(
     if not quiet and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         print(made.report)
     return made
+
+
+def _reject_misspelled(options: Mapping[str, Any], argument: str) -> None:
+    """Rejects keys that would have no effect: a group may have keys of the caller's own."""
+    known = {*HYPERS, *SHARED, "name"}
+    for key in options.keys() - known:
+        if near := meant(key, known):
+            raise TypeError(f"{argument} has the key {key!r}; did you mean {near!r}?")
 
 
 def _group(

@@ -381,6 +381,21 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         muon_groups(GPT(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"muon_options": {"wq": {"numheads": 2}}}, "muon_options .*'numheads'.* 'num_heads'"),
+        ({"adamw_options": {"beta": (0.9, 0.95)}}, "adamw_options .*'beta'.* 'betas'"),
+    ],
+)
+def test_a_misspelled_option_is_rejected(arguments: dict[str, Any], message: str) -> None:
+    """A group takes any key, and the option would have no effect."""
+    with pytest.raises(TypeError, match=message):
+        muon_groups(GPT(), **arguments)
+    own = muon_groups(GPT(), quiet=True, adamw_options={"mine": 3})
+    assert [group.get("mine") for group in own] == [None, 3, 3]
+
+
 @pytest.mark.parametrize("argument", ["muon", "adamw", "no_decay"])
 def test_a_string_is_no_sequence_of_patterns(argument: str) -> None:
     with pytest.raises(TypeError, match=rf"{argument} is 'wq', expected a sequence"):

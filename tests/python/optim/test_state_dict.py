@@ -328,6 +328,9 @@ def test_state_dict_hooks(name: str) -> None:
     handle = optimizer.register_state_dict_post_hook(after)
     assert optimizer.state_dict()["seen"] is None
     handle.remove()
+    handle = optimizer.register_state_dict_post_hook(lambda _, saved: {"state": saved["state"]})
+    assert optimizer.state_dict().keys() == {"state"}
+    handle.remove()
     optimizer.register_state_dict_pre_hook(before)
     assert optimizer.state_dict()["state"]["test"] == 1
     optimizer.register_state_dict_post_hook(after)
