@@ -13,7 +13,14 @@ from torch import Tensor
 
 from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
 from torchopt_ext._C import Identity
-from torchopt_ext._torch import is_dtensor, is_gathered, is_to_be_filled, run_eagerly
+from torchopt_ext._torch import (
+    GET_STATE,
+    is_called_by,
+    is_dtensor,
+    is_gathered,
+    is_to_be_filled,
+    run_eagerly,
+)
 from torchopt_ext.optim.averaged_weights import AveragedWeights
 from torchopt_ext.optim.casts import fp32_places, warn_of_casts
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
@@ -294,7 +301,9 @@ class FusedOptimizer(HookedStep, AveragedWeights):
             return packed  # a hook has replaced the dict; the tensors are the optimizer's own
         packed["state"] = with_own_steps(packed["state"])
         if "param_groups" in packed:
-            packed["param_groups"] = [*map(without_functions, packed["param_groups"])]
+            keep_keys = is_called_by(GET_STATE, 3)  # the setter looks for the keys that groups have
+            saved = [without_functions(group, keep_keys) for group in packed["param_groups"]]
+            packed["param_groups"] = saved
         filled: dict[Any, tuple[Tensor, Sequence[str]]] = {}
         if is_to_be_filled():
             named = named_group_params(self)

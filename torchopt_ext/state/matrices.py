@@ -132,9 +132,15 @@ def check_settings(group: Mapping[str, Any]) -> None:
         expect_counts(split_sizes=size)
 
 
-def without_functions(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a state dict has of a group."""
-    return {k: v for k, v in group.items() if not (k in FUNCTIONS and callable(v))}
+def without_functions(group: Mapping[str, Any], keep_keys: bool = False) -> dict[str, Any]:
+    """Returns what a state dict has of a group.
+
+    Args:
+        keep_keys: has None in place of functions.
+    """
+    functions = {key for key in FUNCTIONS if callable(group.get(key))}
+    kept = {key: value for key, value in group.items() if key not in functions}
+    return kept | dict.fromkeys(functions if keep_keys else ())
 
 
 def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:

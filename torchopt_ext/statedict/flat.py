@@ -181,6 +181,8 @@ def read_options(
     for name in [name for name in held if name not in _NOT_LOADED]:
         every = [f"param_groups.{fqn}.{name}" for fqn in names]
         values = {key: plain(state_dict[key]) for key in every if key in state_dict}
+        if callable(held[name]):
+            values = {key: value for key, value in values.items() if value is not None}
         if values:
             options[name] = copy.deepcopy(next(iter(values.values())))
         if name in _FIXED & lacked.keys():

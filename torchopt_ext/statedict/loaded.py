@@ -245,6 +245,7 @@ def read_indexed(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded
             if isinstance(control, Mapping):
                 control = {k: v for k, v in control.items() if not was_rounded(k, v, param)}
             slots.append(Slot(param, label, entry, frozenset(fillers)))
+        saved = {k: v for k, v in saved.items() if v is not None or not callable(group.get(k))}
         # refresh_masters() finds weights by param_names, so the model's names stay.
         may_lack = algorithm_of(group).may_lack if saved.keys() - {"params"} else set()
         if algorithm_in(saved) in (None, algorithm_of(group)):

@@ -310,7 +310,9 @@ def test_functions_that_do_not_fit() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "container", "ZeRO", "torch's functions"])
+@pytest.mark.parametrize(
+    "kind", ["optimizer", "container", "ZeRO", "torch's functions", "torch's functions, flat"]
+)
 @pytest.mark.usefixtures("one_rank")
 def test_functions_stay_out_of_checkpoints(kind: str) -> None:
     """torch.load reads no functions, and no file takes a local one. A load keeps the own ones."""
@@ -333,10 +335,10 @@ def test_functions_stay_out_of_checkpoints(kind: str) -> None:
     first, second = built
     set_gradients([*models[0].parameters()], seed=0)
     first.step()
-    if kind == "torch's functions":
-        dicts.set_optimizer_state_dict(
-            models[1], second, through_file(dicts.get_optimizer_state_dict(models[0], first))
-        )
+    if kind.startswith("torch's functions"):
+        options = dicts.StateDictOptions(flatten_optimizer_state_dict=kind.endswith("flat"))
+        saved = dicts.get_optimizer_state_dict(models[0], first, options=options)
+        dicts.set_optimizer_state_dict(models[1], second, through_file(saved), options=options)
     else:
         if kind == "ZeRO":
             first.consolidate_state_dict()
