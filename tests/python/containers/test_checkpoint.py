@@ -45,19 +45,6 @@ def test_a_resumed_job_ends_as_an_uninterrupted_one(parts, tmp_path, saved_at):
         assert_same(left.state_dict(), right.state_dict())
 
 
-def test_parts_of_a_pipeline_load_from_one_whole_model(parts, tmp_path):
-    whole = copy.deepcopy(parts[0])
-    whole.layers.update(copy.deepcopy(parts[1].layers))
-    job = Job([whole]).run(range(2))
-    saved = job.optimizer.state_dict()
-    dcp.save({"optimizer": job.optimizer}, checkpoint_id=tmp_path)
-    for part in parts:  # one part per rank of the pipeline
-        stage = Job([part], lr=1.0)
-        dcp.load({"optimizer": stage.optimizer}, checkpoint_id=tmp_path)
-        loaded = stage.optimizer.state_dict()
-        assert_same(loaded, {key: saved[key] for key in loaded})
-
-
 def test_a_checkpoint_lacking_a_key_changes_no_hyperparameter(parts, tmp_path):
     partial = OptimizersContainer(copy.deepcopy(parts[:1]), FusedAdamW, {"lr": 0.5})
     dcp.save({"optimizer": partial}, checkpoint_id=tmp_path)

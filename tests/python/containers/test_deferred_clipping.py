@@ -140,6 +140,7 @@ def test_no_gradients_and_gradients_that_are_not_finite(parts, clip):
     assert clip(parameters(parts), MAX_NORM).isnan()
     container.step()
     assert container.control.skip == 1
+    assert not any(state["step"] for state in container.state.values())
     assert_same(parts, before)
 
 

@@ -343,17 +343,6 @@ def test_a_load_fills_the_tensors_that_are_there(choice, parts):
         assert all(container.state[param][name] is tensor for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_keeps_the_moments_dtype(model, moments):
-    model.to(torch.float32 if moments == torch.bfloat16 else torch.bfloat16)
-    kwargs = {"lr": 1e-2, "state_dtype": moments}
-    saved = saved_by(OptimizersContainer([model], FusedAdamW, kwargs))
-    container = OptimizersContainer([copy.deepcopy(model)], FusedAdamW, kwargs)
-    container.load_state_dict(saved)
-    assert_same(container.state_dict(), saved)
-    assert saved["state.layers.0.0.weight.exp_avg"].dtype == moments
-
-
 def test_hyperparameters_come_from_the_dict_but_not_how_to_compute(parts):
     saving = {"lr": 0.5, "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.25, "maximize": True}
     source = OptimizersContainer(parts, torch.optim.AdamW, {**saving, "foreach": True})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim.context import IDLE
 
 from ...support.compare import assert_same_bits, bits, snapshot
-from ...support.problems import make_params, params_of, set_gradients
-from .scaling import PATTERN, SPECIALS, drive, plant, scaler_of
+from ...support.problems import make_params, set_gradients
+from .scaling import PATTERN, drive, plant, scaler_of
 
 
 def parts_of(seed: int = 0) -> list[nn.Module]:
@@ -134,23 +133,6 @@ def test_parts_of_a_container_decide_jointly(scaler_class: Any, kwargs: dict[str
         scaler.step(container)
         if scaler_class is GradScaler or kwargs:
             torch.testing.assert_close(container.control.grad_norm, exact, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("special", SPECIALS)
-def test_an_overflow_leaves_every_byte(scaler_class: Any, special: float) -> None:
-    parts = parts_of()
-    container, params = container_of(parts, amsgrad=True), all_params(parts)
-    scaler = scaler_of(scaler_class, growth_interval=100)
-    drive(scaler, container, params, [False, False])
-    before = [*map(snapshot, container.optimizers)]
-    for p, at in product(params, (0, 1, -1)):
-        set_gradients(params, seed=9)
-        p.grad.view(-1)[at] = special
-        scaler.step(container)
-        scaler.update()
-        assert [*map(snapshot, container.optimizers)] == before
-    assert scaler.get_scale() == 2.0 ** (10 - 3 * len(params))
 
 
 def test_own_skipping_stays_on_after_a_scaled_step() -> None:
@@ -393,21 +375,6 @@ def test_gradients_are_unscaled_once(cls: Any, first: str, then: str) -> None:
     scaler.update()
     set_gradients(params)
     scaler.step(other)  # nothing is kept beyond update()
-
-
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
-def test_a_containers_own_step_after_unscale_ends_in_update(scaler_class: Any) -> None:
-    """`unscale_`, then the optimizer's own step: scalers take only a check that they have made."""
-    parts, reference = parts_of(), parts_of()
-    container, params = container_of(parts), all_params(parts)
-    plain = torch.optim.AdamW(all_params(reference), lr=0.02)
-    for optimizer in (container, plain):
-        scaler = scaler_of(scaler_class)
-        set_gradients(params_of(optimizer), scale=scaler.get_scale())
-        scaler.unscale_(optimizer)
-        optimizer.step()
-        scaler.update()
-    torch.testing.assert_close(params, all_params(reference))
 
 
 def test_an_update_without_memory() -> None:

@@ -183,21 +183,6 @@ def test_wide_parameters_step_themselves(
 
 
 @every_base
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_gradients_accumulate(kind: str, dtype: torch.dtype) -> None:
-    """Steps agree for three backward calls per step, with an overflow in one of them."""
-    twins = Twins(kind, lambda: parameters(dtype), LOWER, CLIP)
-    for step, overflow in enumerate(overflows(15)):
-        for micro in range(3):
-            gradients = coefficients(twins.params, 3 * step + micro)
-            if overflow and micro == step % 3:
-                plant(gradients, step)
-            twins.backward(gradients)
-        assert twins.step() == (not overflow)
-    assert twins.clipped > 5
-
-
-@every_base
 def test_what_user_code_sets_on_the_way(kind: str) -> None:
     """A step uses the current learning rates, threshold and loss scale."""
     twins = Twins(kind, lambda: parameters(BF16, SHAPES), LOWER, CLIP, two_groups)

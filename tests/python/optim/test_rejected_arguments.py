@@ -124,6 +124,11 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     (ANY, {"learning_rate": 1.0}, "mean 'lr'"),
     (ANY, {"wd": 1.0}, "mean 'weight_decay'"),
     (ANY, {"ema_weights": 0.9}, "mean 'ema_decay'"),
+    *((ANY, {"ema_decay": wrong}, "Invalid ema_decay") for wrong in (1.5, -0.1, math.nan)),
+    (ANY, {"ema_decay": "0.9"}, "ema_decay is '0.9', expected a number"),
+    *((ANY, {"ema_decay": 0.9, "ema_dtype": wrong}, "Invalid ema_dtype")
+      for wrong in ("int8", FP16)),
+    (ANY, {"ema_decay": 0.9, "ema_warmup": "no"}, "ema_warmup is 'no', expected a bool"),
     (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),
