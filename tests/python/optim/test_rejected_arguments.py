@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     *((ANY, {"ema_decay": 0.9, "ema_dtype": wrong}, "Invalid ema_dtype")
       for wrong in ("int8", FP16)),
     (ANY, {"ema_decay": 0.9, "ema_warmup": "no"}, "ema_warmup is 'no', expected a bool"),
+    *((ANY, {"state_device": wrong}, f"Invalid state_device: {wrong!r}") for wrong in ("disk", 1)),
+    *((ANY, {"state_fraction": wrong}, f"Invalid state_fraction: {wrong}") for wrong in (0.0, 1.5)),
+    (ANY, {"state_fraction": "all"}, "state_fraction is 'all'"),
     (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),
@@ -378,19 +382,6 @@ def test_what_is_no_parameters(cls: Any) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("path", ["step.pt", Path("step.pt")])
-def test_paths_are_no_state_dicts(path: Any) -> None:
-    model = nn.Linear(3, 3)
-    for optimizer in (
-        OptimizersContainer([model], FusedAdamW, {}),
-        FSDPadaptOptimizer(FusedAdamW(model.parameters())),
-        FSDPadaptOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
-        GradScaler("cpu"),
-    ):
-        with pytest.raises(TypeError, match="expected a dict: load the file first, such as by tor"):
-            optimizer.load_state_dict(path)
-
-
 def test_a_process_group_that_was_destroyed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     params = [nn.Parameter(torch.ones(3))]
@@ -414,3 +405,14 @@ def test_what_is_no_state_dict() -> None:
     ):
         with unchanged(optimizer), pytest.raises((TypeError, ValueError), match=message):
             optimizer.load_state_dict(wrong)
+    for other, path in itertools.product(
+        (
+            OptimizersContainer([model], FusedAdamW, {}),
+            FSDPadaptOptimizer(optimizer),
+            FSDPadaptOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
+            GradScaler("cpu"),
+        ),
+        ("step.pt", Path("step.pt")),
+    ):
+        with pytest.raises(TypeError, match="expected a dict: load the file first, such as by tor"):
+            other.load_state_dict(path)

@@ -69,6 +69,15 @@ def failing_at(call: int, error: type[BaseException] = Injected) -> Iterator[lis
         sys.settrace(before)
 
 
+def ends_of_functions(run: Callable[[], object]) -> list[int]:
+    """Returns the numbers of the first and the last call of each function that a run calls."""
+    with failing_at(0) as calls:
+        run()
+    last = {name: number for number, name in enumerate(calls, 1)}
+    first = {name: len(calls) - i for i, name in enumerate(reversed(calls))}
+    return sorted({*first.values(), *last.values()})
+
+
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 2, bias=False), nn.Linear(3, 2, bias=False)).bfloat16()
@@ -225,22 +234,19 @@ def listed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_constructor_that_fails_anywhere_changes_nothing(kind: str) -> None:
+    chosen = ends_of_functions(lambda: CLASSES[kind](other := model_of(1), groups_of(other)))
+    assert len(chosen) > 10
     model = model_of(1)
     params = [*model.parameters()]
     before = [(vars(p).copy(), p.detach().clone(), p.requires_grad) for p in params]
-    for call in range(1, 10_000):
+    for call in chosen:
         groups = groups_of(model)
-        try:
-            with failing_at(call):
-                CLASSES[kind](model, groups)
-        except Injected:
-            assert listed(groups) == listed(groups_of(model))
-            for p, (attributes, value, requires_grad) in zip(params, before, strict=True):
-                assert vars(p) == attributes and torch.equal(p, value)
-                assert p.requires_grad == requires_grad and not p._backward_hooks
-            continue
-        assert call > 10
-        break
+        with pytest.raises(Injected), failing_at(call):
+            CLASSES[kind](model, groups)
+        assert listed(groups) == listed(groups_of(model))
+        for p, (attributes, value, requires_grad) in zip(params, before, strict=True):
+            assert vars(p) == attributes and torch.equal(p, value)
+            assert p.requires_grad == requires_grad and not p._backward_hooks
 
 
 @pytest.mark.parametrize(
@@ -255,26 +261,29 @@ def test_a_group_that_fails_to_be_added_anywhere_is_not_added(
     options: Any, error: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gc, "get_objects", list)  # the search for embeddings takes 0.1 s
-    for call in range(1, 10_000):
-        model = model_of(1)
-        zero: Any = ZeroRedundancyOptimizer(model[0].parameters(), FusedAdamW, lr=0.1, **options)  # type: ignore[operator]
-        train(model[0], zero, [0])  # type: ignore[operator]
-        group, before = {"params": [*model[1].parameters()], "lr": 0.3}, state_of(zero)  # type: ignore[operator]
-        try:
-            with failing_at(call, error):
-                zero.add_param_group(group)
-        except error:
-            assert_same(state_of(zero), before)
-            assert [*group] == ["params", "lr"]
-            assert not any(p._post_accumulate_grad_hooks for p in model[1].parameters())  # type: ignore[operator]
-            zero.step()
+
+    def built() -> tuple[Any, Any, dict[str, Any]]:
+        model: Any = model_of(1)
+        zero: Any = ZeroRedundancyOptimizer(model[0].parameters(), FusedAdamW, lr=0.1, **options)
+        train(model[0], zero, [0])
+        return model, zero, {"params": [*model[1].parameters()], "lr": 0.3}
+
+    _, other, added = built()
+    chosen = ends_of_functions(lambda: other.add_param_group(added))
+    assert len(chosen) > 50
+    for call in chosen:
+        model, zero, group = built()
+        before = state_of(zero)
+        with pytest.raises(error), failing_at(call, error):
             zero.add_param_group(group)
-            former = contents([*model.parameters()])
-            train(model, zero, [1])
-            assert all(map(difference, contents([*model.parameters()]), former))
-            continue
-        assert call > 100
-        break
+        assert_same(state_of(zero), before)
+        assert [*group] == ["params", "lr"]
+        assert not any(p._post_accumulate_grad_hooks for p in model[1].parameters())
+        zero.step()
+        zero.add_param_group(group)
+        former = contents([*model.parameters()])
+        train(model, zero, [1])
+        assert all(map(difference, contents([*model.parameters()]), former))
 
 
 @pytest.mark.parametrize("number", [np.float32, np.int64, np.array, torch.tensor])

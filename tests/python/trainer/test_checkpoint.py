@@ -23,7 +23,6 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.optim.lr_scheduler import MultiStepLR
 
 from torchopt_ext.containers import OptimizersContainer, OptimizersInBackwardContainer
 from torchopt_ext.statedict.dcp import Reader
@@ -312,18 +311,6 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
         with_state(tmp_path, 5).manager.load()
 
 
-def test_a_schedules_milestones_come_back(tmp_path: Path) -> None:
-    for milestones, load in (([3, 3, 5], False), ([4], True)):
-        job = Job(tmp_path)
-        schedule = MultiStepLR(job.optimizers.optimizers[0], milestones)
-        job.manager._states["lr_scheduler"] = schedule
-        if load:
-            assert job.manager.load()
-            assert schedule.milestones == Counter({3: 2, 5: 1})
-        else:
-            job.manager.save(2, force=True)
-
-
 @pytest.mark.parametrize(
     ("saved", "live"), [({"n": 3, "t": torch.ones(2)}, {"n": 0, "u": 1}), ({}, {}), (5, 6)]
 )
@@ -341,18 +328,6 @@ def test_model_state_is_torchs() -> None:
         ours, theirs = checkpoint_states.model_state([wrapped]), get_model_state_dict(wrapped)
         assert ours.keys() == theirs.keys()
         assert all(ours[key].data_ptr() == theirs[key].data_ptr() for key in theirs)
-
-
-def test_a_job_with_numpys_numbers_resumes(tmp_path: Path) -> None:
-    settings = {"arguments": {"lr": np.float64(0.1), "weight_decay": np.float64(0.1)}}
-    job = Job(tmp_path, **settings)
-    position = job.data.state_dict
-    job.data.state_dict = lambda: position() | {"at": np.int64(7)}  # type: ignore[method-assign]
-    expected = job.train(until=2).contents()
-    resumed = Job(tmp_path, seed=1, **settings).resume()
-    state = {k: v for k, v in resumed.contents().items() if not k.startswith(("param_g", "lr"))}
-    assert differences(state, {key: expected[key] for key in state}) == []
-    assert type(resumed.optimizers.param_groups[0]["weight_decay"]) is float
 
 
 @both_modes
