@@ -24,7 +24,7 @@ CASES = (
         "GPT-2 124 M, bf16",
         SCALER,
         "torchopt_ext, fp32 masters",
-        "torch operators",
+        "torch foreach, preallocated",
     ),
 )
 OURS, TORCHS = "#1b6ca8", "#e08e45"
