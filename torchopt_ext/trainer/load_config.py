@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from torchopt_ext._names import did_you_mean
+from torchopt_ext._names import SAME, did_you_mean
 from torchopt_ext.trainer.config import ConfigError, JobConfig
 from torchopt_ext.trainer.extras import import_extra
 
@@ -130,8 +130,11 @@ def _unknown(key: str, settings: Mapping[str, Any]) -> str:
     sections = {name.rpartition(".")[0] for name in settings}
     if key in sections:
         return f"{key} is a section, expected one of its settings: {key}.<name>"
-    last = key.rpartition(".")[2]
-    same = next((name for name in settings if name.rpartition(".")[2] == last), None)
+    section, _, last = key.rpartition(".")
+    means = [last, *(name for names in SAME if last in names for name in names)]
+    found = [name for name in settings if name.rpartition(".")[2] in means]
+    found.sort(key=lambda name: not name.startswith(f"{section}."))
+    same = found[0] if found else None
     elsewhere = RENAMED | ({} if same is None else {key: same})
     hint = did_you_mean(key, [*sections, *settings], elsewhere) or "; --help lists all"
     return f"there is no setting {key}{hint}"
