@@ -427,6 +427,11 @@ def without_a_group() -> None:
         zero_over(parameters(), process_group=group)
     with raises(TypeError, "params is a Linear module, expected parameters or param groups"):
         zero_over(nn.Linear(2, 2))
+    for wrong, meant in (("shard_gradients", "sharded_gradients"), ("group", "process_group")):
+        with raises(TypeError, f"nor FusedAdamW has an argument '{wrong}'; did you mean '{meant}'"):
+            zero_over(parameters(), **{wrong: None})
+    with raises(TypeError, "did you mean 'max_grad_norm'"):
+        zero_over(parameters(), clip_grad_norm=1.0)
     with raises((TypeError, ValueError), "rank 1 is not in") if is_last() else nullcontext():
         zero_over(parameters(), process_group=first)
     with raises(TypeError, "has this rank") if is_last() else nullcontext():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.optim.utils import functional_optim_map
 
 from torchopt_ext import ops
+from torchopt_ext._names import meant
 from torchopt_ext.optim import FusedOptimizer, step
 from torchopt_ext.optim.agreement import agree_on_matrices
 from torchopt_ext.optim.averaged_weights import averages_in, fitting
@@ -411,6 +412,19 @@ def plain_class(
         f"overlap_with_ddp=True: {optimizer_class} has no functional counterpart in torch; "
         f"expected a FusedOptimizer, or a class of torch.optim that has one, or this counterpart"
     )
+
+
+def reject_misplaced(constructor: Any, defaults: Mapping[str, Any], zero_class: Any) -> None:
+    """Raises TypeError for an argument that the local class lacks, and that is meant for ZeRO."""
+    known, own = (inspect.signature(one).parameters for one in (constructor, zero_class))
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in sorted(defaults.keys() - known.keys()):
+        if (ours := meant(name, [*known, *own])) in own:
+            raise TypeError(
+                f"neither {zero_class.__name__} nor {constructor.__name__} has an argument "
+                f"{name!r}; did you mean {ours!r}?"
+            )
 
 
 def settings_in_backward(optimizer_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:

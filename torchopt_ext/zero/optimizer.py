@@ -34,6 +34,7 @@ from torchopt_ext.zero.join import SteppingHook, share
 from torchopt_ext.zero.local_optimizer import (
     LocalOptimizer,
     plain_class,
+    reject_misplaced,
     settings_in_backward,
     unwrap_partial,
 )
@@ -142,6 +143,7 @@ class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
             with fail_together(self.process_group):
                 settings = {}
                 constructor, defaults = plain_class(optimizer_class, defaults, overlap_with_ddp)
+                reject_misplaced(constructor, defaults, type(self))
                 if overlap_with_ddp:  # the local optimizer is built in backward
                     settings = settings_in_backward(constructor, defaults)
                 expect_params(params)
