@@ -12,12 +12,12 @@ void WorkList::split_into_chunks() {
   device_tables.reset();
 }
 
-namespace {
-
 ElementRange range_of(const std::vector<TensorWork>& tensors,
                       const std::vector<ElementRange>& ranges, size_t t) {
   return ranges.empty() ? ElementRange{0, tensors[t].numel} : ranges[t];
 }
+
+namespace {
 
 // Cuts a tensor's range into chunks of whole rows if they fit, otherwise of whole blocks of one
 // row, or of multiples of kBlockElements if rows are shorter than kShortRow.

@@ -39,6 +39,10 @@ struct WorkList {
   void split_into_chunks();
 };
 
+// Returns the elements of a tensor that the passes of a list take.
+ElementRange range_of(const std::vector<TensorWork>& tensors,
+                      const std::vector<ElementRange>& ranges, size_t t);
+
 // The approximate chunk size: 128 KB of fp32, long enough to stream, short enough to balance.
 inline constexpr int64_t kChunkElements = 32768;
 

@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../host_cta.h"
@@ -170,9 +171,16 @@ std::unique_ptr<StagingStreams> staging_streams(c10::Device) {
 }
 
 // ---- launches ---------------------------------------------------------------------------------
+namespace {
+
+int64_t largest_grid = 0;
+
+}  // namespace
+
 // Checks the launch as CUDA does. A GPU's arithmetic does not follow the host's rounding mode.
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
+  largest_grid = std::max(largest_grid, blocks);
   TORCH_INTERNAL_ASSERT(blocks > 0 && blocks <= INT32_MAX, "a grid of ", blocks, " blocks");
   TORCH_INTERNAL_ASSERT(stream == c10::cuda::CUDAStream{}, "not the current stream");
   const FloatMode mode;
@@ -187,6 +195,9 @@ void launch(const Kernel& kernel, int64_t blocks, cudaStream_t stream) {
 }
 
 }  // namespace torchopt_ext
+
+// Returns the blocks of the largest launch since the last call.
+extern "C" int64_t host_cuda_largest_grid() { return std::exchange(torchopt_ext::largest_grid, 0); }
 
 #include "cuda/pass_b.cu"
 #include "cuda/passes.cu"

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves
 
-from torchopt_ext import _C, FusedAdamW, FusedMuon, digest
+from torchopt_ext import _C, FusedAdamW, FusedMuon
 from torchopt_ext.mixed_precision.offload import offload_fsdp_optimizer
 from torchopt_ext.optim import host_steps
 from torchopt_ext.state.host_memory import is_on_host
@@ -343,39 +343,6 @@ def test_copies() -> None:
     assert {one.host_bytes for one in copies} == {optimizer.host_bytes}
 
 
-def test_states_that_a_program_replaces_are_placed_again() -> None:
-    beside, on_host = both("bf16, master")
-    for optimizer in (beside, on_host):
-        train(optimizer, range(1))
-        first, second, *_ = optimizer.param_groups[0]["params"]
-        optimizer.state[first]["exp_avg"] = torch.full_like(first, 0.5, dtype=torch.float32)
-        optimizer.state[second].clear()
-        optimizer.state[first]["master_weight"].mul_(2)
-        first.data = first.data * 2
-        train(optimizer, range(1, 3))
-    assert snapshot(beside) == snapshot(on_host)
-    assert all(its == {True} for its in places([on_host]).values())
-
-
-def test_weights_written_between_steps() -> None:
-    """refresh_masters, scale_ and masters that follow weights are as beside the parameters."""
-    for way in ("bf16, master", "bf16, remainder8"):
-        optimizers = both(way)
-        for optimizer in optimizers:
-            train(optimizer, range(1))
-            params = optimizer.param_groups[0]["params"]
-            with torch.no_grad():
-                params[0].mul_(1.5)
-            train(optimizer, range(1, 2))
-            optimizer.scale_(params[4], torch.tensor([0.5, 2.0]))
-            train(optimizer, range(2, 3))
-            params[0].data.mul_(0.5)
-            optimizer.refresh_masters()
-            train(optimizer, range(3, 4))
-        assert snapshot(optimizers[0]) == snapshot(optimizers[1])
-        assert digest(optimizers[0]).equal(digest(optimizers[1]))
-
-
 @each_way
 def test_scaling_before_the_first_step_takes_no_memory(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -412,6 +379,23 @@ def test_a_graph_keeps_the_memory_of_states(captured: bool) -> None:
     assert exists() == {captured}
     library.host_cuda_destroy_graph()
     assert exists() == {False}
+
+
+@needs_host_cuda
+@pytest.mark.parametrize("way", ["fp32", "bf16, remainder8, int8, random"])
+def test_few_blocks_step_states_on_the_host(way: str) -> None:
+    """They wait for the link, and leave multiprocessors to the next forward."""
+    assert HOST_CUDA is not None
+    library = ctypes.CDLL(HOST_CUDA[0])
+    shapes = ((1_000, 1_024), (900_000,), (7,), (33, 65))
+    grids = []
+    for options in ({}, {"state_device": "cpu"}):
+        params, optimizer = WAYS[way].build("AdamW", shapes=shapes, **options)
+        set_gradients(params, seed=1)
+        library.host_cuda_largest_grid()
+        optimizer.step()
+        grids.append(library.host_cuda_largest_grid())
+    assert grids[1] <= 64 + len(shapes) < grids[0]
 
 
 @needs_host_cuda

@@ -27,8 +27,6 @@ from ...support.late_stream import LateStreams
 from ...support.problems import (
     clip_skip_or_leave_out,
     make_params,
-    set_gradients,
-    through_file,
     train,
 )
 from ...support.ways import WAYS, each_kind_and_way
@@ -107,47 +105,6 @@ def test_same_bits_by_paths_that_change(
     assert moving[1].control.skipped_steps == 1
 
 
-def test_many_steps(late: LateStreams, stepped: list[int]) -> None:
-    """200 steps by paths that change; gradients that are missing, in fp32, or strided."""
-    way, draw = "bf16, remainder8, int8, random", random.Random(1)
-    usual = WAYS[way].build(shapes=SHAPES, **OPTIONS)
-    moving = built(late, way, state_device="cpu", state_fraction=0.6, offload_step="host")
-    for seed in range(200):
-        if draw.random() < 0.3:
-            moving[1].offload_step = draw.choice(["mapped", "staged", "host"])
-        missing, wide = draw.randrange(len(SHAPES)), draw.random() < 0.3
-        for params, optimizer in (usual, moving):
-            for p in params:
-                p.grad = None
-                p.grad_dtype = torch.float32 if wide else torch.bfloat16
-            set_gradients(params, seed=seed)
-            matrix = params[2]
-            matrix.grad = matrix.grad.t().contiguous().t()  # type: ignore[union-attr]
-            params[missing].grad = None
-            if seed % 17 == 3:
-                params[(missing + 1) % len(SHAPES)].grad.fill_(torch.inf)  # type: ignore[union-attr]
-            for group in optimizer.param_groups:
-                group["lr"] = torch.tensor(0.01) if seed % 2 else 0.02
-            optimizer.step()
-    assert snapshot(usual[1]) == snapshot(moving[1])
-    assert stepped and usual[1].control.skipped_steps == moving[1].control.skipped_steps > 0
-
-
-def test_parameters_before_may_never_have_a_gradient(late: LateStreams, stepped: list[int]) -> None:
-    """Such as frozen ones: they have no state, and the others' numbers are not their positions."""
-    runs = [
-        WAYS["fp32"].build("AdamW", shapes=SHAPES, **OPTIONS),
-        built(late, "fp32", state_device="cpu", offload_step="host"),
-    ]
-    for params, optimizer in runs:
-        for seed in range(3):
-            set_gradients(params, seed=seed)
-            params[0].grad = params[3].grad = None
-            optimizer.step()
-    assert len(stepped) > 0
-    assert snapshot(runs[1][1]) == snapshot(runs[0][1])
-
-
 @pytest.mark.parametrize("path", ["host", "staged"])
 def test_with_overlap_and_muon(path: str, late: LateStreams, stepped: list[int]) -> None:
     """What is stepped on the host is stepped at once, everything else during forward."""
@@ -186,23 +143,6 @@ def test_masters_follow_weights_written_between_steps(path: str, late: LateStrea
         for mark in hosted[1]._built.plan.weight_marks().items():
             param = next(p for p in hosted[0] if id(p) == mark[0])
             assert not mark[1].renew([param], [param])
-
-
-def test_state_dicts_cross(late: LateStreams) -> None:
-    hosted = built(late, "bf16, remainder8", state_device="cpu", offload_step="host")
-    train(hosted[1], range(2))
-    saved = through_file(hosted[1].state_dict())
-    params = [nn.Parameter(p.detach().clone()) for p in hosted[0]]
-    _, resumed = WAYS["bf16, remainder8"].build(params=params, **OPTIONS)
-    resumed.load_state_dict(saved)
-    for optimizer in (resumed, hosted[1]):
-        train(optimizer, range(2, 4))
-    assert snapshot(resumed) == snapshot(hosted[1])
-    back = through_file(resumed.state_dict())
-    hosted[1].load_state_dict(back)
-    for optimizer in (resumed, hosted[1]):
-        train(optimizer, range(4, 6))
-    assert snapshot(resumed) == snapshot(hosted[1])
 
 
 def test_an_optimizer_without_overlap_returns_when_weights_are_under_way(late: LateStreams) -> None:
