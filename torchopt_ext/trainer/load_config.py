@@ -147,6 +147,8 @@ def _parsed(key: str, kind: Any, value: Any) -> Any:
     """
     import tyro
 
+    if kind is bool and value in ("true", "false"):  # as TOML has them
+        return value == "true"
     items = value if isinstance(value, list) else [] if value is None else [value]
     if isinstance(value, dict):
         items = [part for pair in value.items() for part in pair]

@@ -204,6 +204,8 @@ def test_an_extension_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
             "--training.steps=7 --compile.no-enable",
             {"training.steps": 7, "training.compile": False, "training.seq_len": 6},
         ),
+        *(("", f"--training.compile={text}", {"training.compile": value})
+          for text, value in (("true", True), ("True", True), ("false", False), ("False", False))),
         *(
             (file, option, {"model.converters": items})
             for text, items in (("a,b", ["a", "b"]), (" a , b", ["a", "b"]), ("", []))
@@ -287,7 +289,7 @@ def test_the_place_of_states(tmp_path: Path) -> None:
         (["--training.steps", "1", "2"], "training.steps is ['1', '2'], expected int"),
         (["--training.steps"], "training.steps is None, expected int"),
         (["--optimizer.lr=fast"], "optimizer.lr is 'fast', expected float"),
-        (["--training.compile", "true"], "training.compile is 'true', expected bool"),
+        (["--training.compile", "yes"], "training.compile is 'yes', expected bool"),
         (["--training.no_steps"], "training.no_steps is None, expected int"),
         (
             ["--optimizer.implementation", "best"],
