@@ -1,9 +1,17 @@
 #include "plan/matrices.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "cpu/float_mode.h"
 
 namespace torchopt_ext {
 namespace {
+
+// Elements whose cast is worth a thread.
+constexpr int64_t kCastPerThread = 1 << 15;
 
 bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
                         at::ScalarType dtype) {
@@ -22,10 +30,19 @@ std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* m
 // By this library's products, in float32.
 void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
                           const at::Tensor& buffer, const at::Tensor& workspace) {
-  const at::Tensor directions = buffer.to(at::kFloat);
-  cpu::orthogonalize(newton_schulz, in_memory(matrices, directions.data_ptr<float>()),
-                     workspace.data_ptr<float>());
-  if (!directions.is_same(buffer)) {
+  const bool is_double = buffer.scalar_type() == at::kDouble;
+  const at::Tensor directions =
+      is_double ? at::empty(buffer.sizes(), buffer.options().dtype(at::kFloat)) : buffer;
+  auto* const x = directions.data_ptr<float>();
+  if (is_double) {  // torch's cast follows the caller's rounding mode
+    const auto* const from = buffer.const_data_ptr<double>();
+    at::parallel_for(0, buffer.numel(), kCastPerThread, [&](int64_t begin, int64_t end) {
+      const FloatMode mode;
+      std::copy(from + begin, from + end, x + begin);
+    });
+  }
+  cpu::orthogonalize(newton_schulz, in_memory(matrices, x), workspace.data_ptr<float>());
+  if (is_double) {
     buffer.copy_(directions);
   }
 }

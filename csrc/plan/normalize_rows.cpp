@@ -10,6 +10,8 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/float_mode.h"
+
 namespace torchopt_ext {
 namespace {
 
@@ -39,11 +41,13 @@ double sum_of_squares(const T* row, int64_t cols) {
 template <class T>
 void normalize_on_cpu(T* matrices, int64_t batch, int64_t rows, int64_t cols,
                       const RowMoments& moments) {
+  const FloatMode mode;
   std::vector<double> squares(static_cast<size_t>(batch * rows));
   std::vector<double> factors(squares.size());
   const int64_t rows_per_thread =
       std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, cols));
   at::parallel_for(0, batch * rows, rows_per_thread, [&](int64_t begin, int64_t end) {
+    const FloatMode of_thread;
     for (int64_t i = begin; i < end; ++i) {
       const double sum = sum_of_squares(matrices + i * cols, cols);
       float& average = moments.second_momentum[i];
@@ -67,6 +71,7 @@ void normalize_on_cpu(T* matrices, int64_t batch, int64_t rows, int64_t cols,
     }
   }
   at::parallel_for(0, batch * rows, rows_per_thread, [&](int64_t begin, int64_t end) {
+    const FloatMode of_thread;
     for (int64_t i = begin; i < end; ++i) {
       const auto factor = static_cast<float>(factors[static_cast<size_t>(i)]);
       T* const row = matrices + i * cols;

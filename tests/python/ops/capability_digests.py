@@ -17,12 +17,19 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "golden")]
 
 from exact_reference import DTYPES, name_of, random_elements, raw  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
-from torchopt_ext import ops, orthogonalize  # noqa: E402
+from torchopt_ext import FusedLion, FusedMuon, FusedSGD, ops, orthogonalize  # noqa: E402
 
 MATRICES = [(32, 32), (1, 40), (50, 1), (37, 41), (65, 30), (20, 270)]
 SHAPES = [(20_001,), (200, 63), (9, 64), (2, 9001), (3, 4096), (1, 129)]
+OTHERS = {
+    "lion": (FusedLion, torch.float32, {}),
+    "sgd": (FusedSGD, torch.float32, {"momentum": 0.9}),
+    "muon": (FusedMuon, torch.float32, {"adjust_lr_fn": "match_rms_adamw"}),
+    "muon, fp64": (FusedMuon, torch.float64, {}),
+    "normuon": (FusedMuon, torch.float32, {"beta2": 0.9}),
+}
 FE_TONEAREST, FE_TOWARDZERO = 0, 0xC00  # <fenv.h> of x86-64
 
 
@@ -61,10 +68,13 @@ def compute(mode: str) -> dict[str, str]:
         for shape in SHAPES
         for low in (-20, -149)
     }
-    matrices = [
-        random_elements(torch.float32, torch.Size(shape).numel(), 11, -30, 3).view(shape)
-        for shape in MATRICES
-    ]
+    matrices, gradients = (
+        [
+            random_elements(torch.float32, torch.Size(shape).numel(), seed, -30, 3).view(shape)
+            for shape in MATRICES
+        ]
+        for seed in (11, 12)
+    )
     steps = torch.arange(10 * len(SHAPES), dtype=torch.int64).tolist()
     schedule = {"warmup_steps": 7, "stable_steps": 5, "decay_steps": 40, "decay_type": "cosine"}
     set_mode(mode)
@@ -74,6 +84,15 @@ def compute(mode: str) -> dict[str, str]:
             digests[f"orthogonalize {preset}, {threads} threads"] = digest(
                 [orthogonalize(x, preset) for x in matrices]
             )
+        for name, (cls, dtype, options) in OTHERS.items():
+            params = [nn.Parameter(x.to(dtype, copy=True)) for x in matrices]
+            optimizer = cls(params, lr=0.02, weight_decay=0.1, max_grad_norm=1.0, **options)
+            for _ in range(2):
+                for p, gradient in zip(params, gradients, strict=True):
+                    p.grad = gradient.to(dtype)
+                optimizer.step()
+            held = [x for p in params for x in optimizer.state[p].values()]
+            digests[f"{name}, {threads} threads"] = digest(params + held)
         for dtype in DTYPES:
             name = f"{name_of(dtype)}, {threads} threads"
             for decoupled in (True, False):

@@ -83,6 +83,17 @@ def test_any_rank(preset: str, shape: tuple[int, int]) -> None:
         assert distance(orthogonalize(x, preset), exactly(x, step_coefficients(preset))) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_preset
+def test_a_rank_of_1_stays_finite_in_16_bits(preset: str, dtype: torch.dtype) -> None:
+    """Rounding takes its singular value above 1, where some polynomials lead to infinity."""
+    torch.manual_seed(9)
+    for m, n in ((1, 1), (1, 2), (1, 5), (2, 2), (4, 8)):
+        x = (torch.randn(2000, m, 1) @ torch.randn(2000, 1, n)).to(dtype)
+        ours = orthogonalize(x, preset).float()
+        assert 0.6 < float(torch.linalg.matrix_norm(ours, 2).max()) < 1.3
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each_preset
 def test_singular_values_end_in_the_presets_band(preset: str, shape: tuple[int, int]) -> None:
