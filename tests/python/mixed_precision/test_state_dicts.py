@@ -155,17 +155,3 @@ def test_parameters_unfrozen_late_resume_to_the_bit(kind: str, frozen: bool) -> 
     for optimizer, each in ((ours, params), (other, others)):
         train(optimizer, each, range(5, 8))
     assert content(other, others) == content(ours, params)
-
-
-@pytest.mark.parametrize("through", ["AdamW-fused", "AdamW-foreach", "FusedAdamW"])
-@pytest.mark.parametrize("kind", ["AdamW-fused", "FusedAdamW"])
-def test_a_run_moves_between_torchs_adamw_and_ours(kind: str, through: str) -> None:
-    params, ours = trained(kind, 4)
-    others, other = trained(through, 1, seed=5)
-    other.load_state_dict(ours.state_dict())
-    assert_same_bits(others, params)
-    assert_same_bits(weights_of(other), weights_of(ours))
-    for optimizer, each in ((ours, params), (other, others)):
-        train(optimizer, each, range(20, 24))
-    for w, v in zip(weights_of(other), weights_of(ours), strict=True):
-        torch.testing.assert_close(w, v, rtol=2e-6, atol=2e-7)

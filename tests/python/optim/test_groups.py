@@ -184,30 +184,6 @@ def test_decays_by_group_and_saves_names(optimizer: type[torch.optim.Optimizer])
     assert set(get_optimizer_state_dict(model, opt)["state"]) <= before.keys()
 
 
-@pytest.mark.parametrize("optimizer", [FusedAdamW, torch.optim.AdamW])
-def test_trains_as_groups_by_hand(optimizer: type[torch.optim.Optimizer]) -> None:
-    """Training equals nanoGPT's and Megatron-LM's rule, written by hand, to the bit."""
-
-    def trained(by_hand: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Model()
-        params = list(model.parameters())
-        groups = param_groups(model, 0.1) if not by_hand else [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]  # fmt: skip
-        opt = optimizer(groups, lr=0.01)
-        for _ in range(4):
-            opt.zero_grad()
-            tokens = torch.randint(5, (6,))
-            hidden = model.block(model.tok(tokens)) * model.gate
-            nn.functional.cross_entropy(model.head(hidden), tokens).backward()
-            opt.step()
-        return [p.detach() for p in params]
-
-    assert all(map(torch.equal, trained(by_hand=False), trained(by_hand=True)))
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_fsdp_keeps_groups() -> None:
     model = Model()

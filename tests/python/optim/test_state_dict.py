@@ -86,25 +86,6 @@ def test_exchange_with_torch(
     assert second.state[copies[0]]["step"] == 7
 
 
-@inputs()
-def test_state_after_a_step(name: str, kwargs: dict[str, Any]) -> None:
-    """State looks like torch's: keys in order, shapes, dtypes, strides, devices.
-
-    torch counts no steps of Muon.
-    """
-    flags = {k: v for k, v in kwargs.items() if k != "fused"}
-    ours, theirs = OURS[name](params_for(name), **flags), TORCH[name](params_for(name), **flags)
-    for each in (ours, theirs):
-        train(each, [0])
-    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
-        assert list(ours.state[p]) == list({"step": None, **theirs.state[q]})
-        for key, value in theirs.state[q].items():
-            mine = ours.state[p][key]
-            assert (mine.shape, mine.dtype, mine.device) == (value.shape, value.dtype, value.device)
-            assert key == "step" or mine.stride() == value.stride() == p.stride()
-            assert not mine.requires_grad
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_of_groups(name: str) -> None:
     ours, theirs = OURS[name](params_for(name)), TORCH[name](params_for(name))

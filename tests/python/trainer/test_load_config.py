@@ -259,16 +259,6 @@ def test_every_setting_has_a_text() -> None:
         assert "  # " in lines[numbers[0]] or lines[numbers[0] + 1].startswith('    """'), name
 
 
-def test_the_place_of_states(tmp_path: Path) -> None:
-    text = '[optimizer]\nstate_device = "cpu"\nstate_fraction = 0.5\n'
-    line = ["--optimizer.state_device", "cpu", "--optimizer.state_fraction", "0.5"]
-    for args in (["--config", write(tmp_path, text)], line):
-        chosen = load_config(args).optimizer
-        assert (chosen.state_device, chosen.state_fraction) == ("cpu", 0.5)
-    with pytest.raises(ConfigError, match=r"optimizer\.state_device is 'disk', expected"):
-        load_config(["--optimizer.state_device=disk"])
-
-
 # ---- what is rejected ----------------------------------------------------------------------------
 
 
