@@ -198,25 +198,6 @@ def test_the_estimate_is_what_a_step_allocates(chosen: Any, options: dict[str, A
     assert FusedAdamW.estimate(model.parameters()) == FusedAdamW.estimate([*model.parameters()])
 
 
-@pytest.mark.parametrize("cls", [OptimizersContainer, OptimizersInBackwardContainer])
-@pytest.mark.parametrize(
-    ("chosen", "coded"),
-    [
-        ({}, MATRICES[2:]),
-        ({"fp32_moments": ["head"]}, MATRICES[1:]),
-        ({"fp32_moments": ()}, MATRICES),
-    ],
-)
-def test_containers_find_embeddings_and_names_of_their_parts(
-    cls: Any, chosen: dict[str, Any], coded: list[str]
-) -> None:
-    parts: list[nn.Module] = [Model(1), Model(2)]
-    container = cls(parts, FusedAdamW, {**INT8, **chosen})
-    for optimizer in container.optimizers:
-        optimizer.init_state()
-    assert [eight_bits(part, container) for part in parts] == [coded] * 2
-
-
 def test_names_in_containers() -> None:
     """They are those without wrappers, and a pattern must match one."""
     model = nn.ModuleDict({"layers": nn.ModuleList([checkpoint_wrapper(nn.Linear(64, 3))])})
@@ -319,15 +300,3 @@ def test_zero_passes_it_on(chosen: Any, coded: list[str], one_rank: None) -> Non
     assert eight_bits(model, zero.optim) == coded
     with pytest.raises(TypeError, match="fp32_moments is 'tok'"):
         ZeroRedundancyOptimizer(model.parameters(), FusedAdamW, **INT8, fp32_moments="tok")
-
-
-def test_torchs_state_dicts_go_both_ways() -> None:
-    model = Model()
-    source = FusedAdamW(model.parameters(), **INT8)
-    train(model, source, 1)
-    stock = torch.optim.AdamW([model.tok.weight, model.bag.weight], lr=1e-2)
-    saved = source.state_dict()
-    group = {**saved["param_groups"][0], "params": [0, 1]}
-    state = {i: saved["state"][i] for i in (0, 1)}
-    stock.load_state_dict({"state": state, "param_groups": [group]})
-    assert {state["exp_avg"].dtype for state in stock.state.values()} == {torch.float32}
