@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 
 import torchopt_ext
@@ -84,30 +83,6 @@ def test_schedulers(kind: str) -> None:
             scheduler.step()
     assert len(rates) == 5 and scheduler.get_last_lr() == [g["lr"] for g in ours.param_groups]
     assert_same_bits(params, others)
-
-
-@every_kind
-@pytest.mark.parametrize("overflow", [None, 9])
-def test_step_hooks_run_once(kind: str, overflow: int | None) -> None:
-    """Own and global step hooks run once a step, before and after."""
-    params, ours = trained(kind)
-    seen: list[str] = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: seen.append("global pre")),
-        register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
-        ours.register_step_pre_hook(lambda *_: seen.append("pre")),
-        ours.register_step_post_hook(lambda *_: seen.append("post")),
-    ]
-    try:
-        assert train(ours, params, [9], overflow) == [overflow is None]
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert sorted(seen) == ["global post", "global pre", "post", "pre"]
-    assert seen.index("pre") < seen.index("post")
-    assert seen.index("global pre") < seen.index("global post")
-    train(ours, params, [10])
-    assert len(seen) == 4
 
 
 @every_kind

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import pickle
 import random
 import re
 import threading
@@ -41,7 +40,6 @@ from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.host_states import BESIDE, addresses, count_locks, places
 from ...support.problems import (
     clip_skip_or_leave_out,
-    copied,
     make_params,
     set_gradients,
     through_file,
@@ -329,18 +327,6 @@ def test_loading_states_that_change_places() -> None:
     saved["state"] = {0: saved["state"][1], 1: saved["state"][0]}
     optimizer.load_state_dict(saved)
     assert [bits(optimizer.state[p]["exp_avg"]) for p in reversed(params)] == expected
-
-
-def test_copies() -> None:
-    optimizer = both("bf16, remainder")[1]
-    train(optimizer, range(2))
-    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)),
-              copied(optimizer, state_device="cpu", master_weights="remainder",
-                     max_grad_norm=3.0, skip_nonfinite=True)]  # fmt: skip
-    for one in (optimizer, *copies):
-        train(one, range(2, 4))
-    assert len({tuple(snapshot(one)) for one in (optimizer, *copies)}) == 1
-    assert {one.host_bytes for one in copies} == {optimizer.host_bytes}
 
 
 @each_way

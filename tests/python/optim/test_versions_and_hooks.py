@@ -16,7 +16,10 @@ from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchopt_ext import FSDPadaptOptimizer, FusedAdamW, GradScaler
 from torchopt_ext._torch import compiled_autograd
@@ -234,7 +237,10 @@ class Twice(FSDPadaptOptimizer):
 @pytest.mark.parametrize("cls", [FSDPadaptOptimizer, Twice])
 @pytest.mark.parametrize("base", [FusedAdamW, torch.optim.SGD])
 def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) -> None:
-    """The inner step leaves torch's global hook tables alone, so other threads' hooks fire."""
+    """The inner step leaves torch's global hook tables alone, so other threads' hooks fire.
+
+    Own hooks fire within global ones.
+    """
     params, others = make_params(), make_params()
     inner = base(params, lr=0.01)
     outer, other = cls(inner), torch.optim.SGD(others, lr=0.1)
@@ -247,8 +253,10 @@ def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) 
 
     inner.register_step_pre_hook(step_other)
     handles = [
-        outer.register_step_post_hook(lambda opt, *_: calls.append("own")),
-        register_optimizer_step_pre_hook(lambda opt, *_: calls.append(opt)),
+        outer.register_step_pre_hook(lambda *_: calls.append("own pre")),
+        outer.register_step_post_hook(lambda *_: calls.append("own post")),
+        register_optimizer_step_pre_hook(lambda opt, *_: calls.append(("pre", opt))),
+        register_optimizer_step_post_hook(lambda opt, *_: calls.append(("post", opt))),
     ]
     try:
         set_gradients(params)
@@ -256,7 +264,10 @@ def test_global_hooks_fire_once_and_stay_for_other_threads(cls: Any, base: Any) 
     finally:
         for handle in handles:
             handle.remove()
-    assert calls == [outer, other, "own"]
+    around = [("pre", outer), "own pre", "own post", ("post", outer)]
+    assert calls == [*around[:2], ("pre", other), ("post", other), *around[2:]]
+    outer.step()
+    assert len(calls) == 6
 
 
 def test_a_hook_that_a_closure_registers_fires() -> None:
