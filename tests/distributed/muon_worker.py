@@ -276,6 +276,7 @@ def failing_transfer(number: int) -> Iterator[None]:
 
 
 def a_failing_transfer_names_what_was_stepped() -> None:
+    """Also what is not sent: AdamW's parameters, and experts that are whole on their ranks."""
     for number in range(1, 9):
         run = Run(placed(*layouts()["rows"]), "NorMuon, fp32").train(0)
         run.set_gradients(1)
@@ -293,13 +294,41 @@ def a_failing_transfer_names_what_was_stepped() -> None:
             run.optimizer.step()
         named = re.findall(r"(?:stepped|weights): \[(.*?)\]", str(raised.value))
         stepped, averaged = ([int(n) for n in re.findall(r"\d+", text)] for text in named)
-        cut = [n for n, (_, group) in enumerate(GROUPS) if "algorithm" not in group and n != 6]
         after = held()
-        for n in cut:
+        assert {6, 9, 10} <= {*stepped}
+        for n in range(len(GROUPS)):
             changed = [not torch.equal(a, b) for a, b in zip(after[n], before[n], strict=True)]
-            rows = "beta2" not in GROUPS[n][1]
+            rows = not {"beta2", "algorithm"} & GROUPS[n][1].keys()
             expected = [n in stepped, n in stepped + averaged, rows and n in stepped]
             assert changed == expected, (number, n)
+
+
+def optimizers_that_step_before_are_named() -> None:
+    """As those of a container's model parts."""
+    runs = [Run(placed(*layouts()["rows"])).train(0) for _ in range(2)]
+    for which, run in zip("ab", runs, strict=True):
+        run.optimizer.parameter_names = [[f"{which}{n}"] for n in range(len(GROUPS))]
+        run.set_gradients(1)
+    before = [[weight.clone() for weight in run.weights()] for run in runs]
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        twin = copy.deepcopy(runs[0].optimizer)
+        for own, group in zip(runs[0].params, twin.param_groups, strict=True):
+            group["params"][0].grad = own.grad
+        twin.step()
+    with (
+        failing_transfer(sent.call_count + 1),
+        pytest.raises(RuntimeError, match="no route") as raised,
+    ):
+        fused_step([run.optimizer for run in runs])
+    named, _ = re.findall(r"(?:stepped|weights): \[(.*?)\]", str(raised.value))
+    expected = [
+        f"{which}{n}"
+        for which, run, held in zip("ab", runs, before, strict=True)
+        for n, pair in enumerate(zip(run.weights(), held, strict=True))
+        if not torch.equal(*pair)
+    ]
+    assert re.findall(r"\w\d+", named) == expected
+    assert len(expected) > len(GROUPS)
 
 
 def momentum_of(state: dict[str, Any]) -> Any:
@@ -508,6 +537,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     among_several = (
         refuses_gradients_of_some_ranks, ranks_with_other_settings_raise,
         a_first_step_that_is_rejected_leaves_no_trace, a_failing_transfer_names_what_was_stepped,
+        optimizers_that_step_before_are_named,
     )  # fmt: skip
     for case in (
         *(among_several if dist.get_world_size() > 1 else ()), a_rejected_step_changes_nothing,

@@ -39,6 +39,30 @@ Direction = tuple[Tensor, Tensor | None, float]
 """A tensor's direction, averages of rows and beta2, as csrc/plan/orthogonal_update.h has them."""
 
 
+class ExchangeError(RuntimeError):
+    """An exchange has ended a step that had begun.
+
+    Attributes:
+        part: of the plan.
+        stepped: what messages call the parameters whose exchanges had ended.
+        begun: those with a new momentum and old weights.
+    """
+
+    part = 0
+
+    def __init__(self, stepped: Sequence[str], begun: Sequence[str], cause: Any) -> None:
+        self.stepped, self.begun, self.cause = stepped, begun, cause
+        super().__init__(
+            f"the step ended while {_WHAT}: {cause}. These parameters were stepped: "
+            f"[{', '.join(stepped)}]. These have a new momentum and old weights: "
+            f"[{', '.join(begun)}]. Load a checkpoint"
+        )
+
+    def after(self, others: Sequence[str]) -> "ExchangeError":
+        """Returns the error of a step that had stepped these parameters before."""
+        return ExchangeError([*others, *self.stepped], self.begun, self.cause)
+
+
 class Exchangers:
     """The exchanges of a plan.
 
@@ -99,7 +123,11 @@ class Exchangers:
             _connected[part.group].add(device)
 
     def __call__(self, part: int, average: Any, apply: Any) -> int:
-        return self._parts[part].run(self.present, average, apply)
+        try:
+            return self._parts[part].run(self.present, average, apply)
+        except ExchangeError as error:
+            error.part = part
+            raise
 
 
 class Exchanger:
@@ -138,7 +166,7 @@ class Exchanger:
             The number of matrices that were orthogonalized, by all ranks.
 
         Raises:
-            RuntimeError: a rank died or is late; the message says which parameters were stepped.
+            ExchangeError: a rank died or is late.
         """
         stages: list[_Stages] = []
         averaged = applied = 0
@@ -160,11 +188,7 @@ class Exchanger:
                  for param, _ in exchange if param.number in present]
                 for first, last in ((0, applied), (applied, averaged))
             )  # fmt: skip
-            raise RuntimeError(
-                f"the step ended while {_WHAT}: {error}. These parameters were stepped: "
-                f"[{', '.join(done)}]. These have a new momentum and old weights: "
-                f"[{', '.join(begun)}]. Load a checkpoint"
-            ) from error
+            raise ExchangeError(done, begun, error) from error
         return sum(stage.orthogonalized for stage in stages)
 
     def _is_planned(self, number: int) -> bool:

@@ -13,7 +13,7 @@ from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import Controlled
 from torchopt_ext.optim.exchange import Exchangers
 from torchopt_ext.optim.host_step import HostStep
-from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened
+from torchopt_ext.optim.norm import FSDP1_HELP, NormGroup, is_flattened, part_of
 from torchopt_ext.optim.options import StepOptions
 from torchopt_ext.optim.owners import groups_of_shared
 from torchopt_ext.optim.param_states import Apart
@@ -272,6 +272,24 @@ class PlannedStep(Controlled, Optimizer):
         assert self._built is not None, "collect() comes first"
         plan, parts, *_ = self._built
         plan.update([self._block(device)[0] for device, _ in parts])
+
+    def _stepped_names(self, exchanging: int | None = None) -> list[str]:
+        """Returns what messages call the parameters with a gradient that :meth:`update` has
+        stepped.
+
+        Args:
+            exchanging: the part of the plan whose exchanges have failed. What these step is left
+                out.
+        """
+        parts, exchanged = self.parts, self._exchangers.numbers
+        found = []
+        for position, (_, _, name, param) in enumerate(named_group_params(self)):
+            part = parts.index(part_of(param)) if param.grad is not None else len(parts)
+            ended = exchanging is None or (part, position in exchanged) < (exchanging, True)
+            if part < len(parts) and ended:
+                number = self._parameter_places.get(param, (position,))[0]
+                found.append(repr(name) if name else f"parameter {number}")
+        return found
 
     def _forget_plan(self) -> None:
         if self._built is not None:

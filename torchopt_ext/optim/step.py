@@ -14,6 +14,7 @@ from torchopt_ext._torch import allows_mutation, run_eagerly
 from torchopt_ext.optim.agreement import agree_on_matrices
 from torchopt_ext.optim.context import ALONE, StepContext
 from torchopt_ext.optim.control import Controlled
+from torchopt_ext.optim.exchange import ExchangeError
 from torchopt_ext.optim.gradients import show_writes
 from torchopt_ext.optim.norm import NormKey, all_reduce_, is_counted_replica, shares_only_this_rank
 from torchopt_ext.optim.planned import PlannedStep
@@ -139,8 +140,13 @@ def _step_together(
             context = _unless_rejected(optimizers, total, context)
         for optimizer in optimizers:
             optimizer.decide(total if measured else {}, context)
-        for optimizer in optimizers:  # only when nothing can fail in another one
-            optimizer.update()
+        for number, optimizer in enumerate(optimizers):  # when nothing can fail in another one
+            try:
+                optimizer.update()
+            except ExchangeError as error:
+                before = [name for o in optimizers[:number] for name in o._stepped_names()]
+                before += optimizer._stepped_names(error.part)
+                raise error.after(before) from error.__cause__
     finally:
         for plan, *_ in built:
             plan.release()
