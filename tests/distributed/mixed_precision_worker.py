@@ -332,16 +332,16 @@ def resharded(base: str) -> None:
 
 
 def chain(base: str) -> None:
-    """Trains on 4 ranks, then resumes on 2 and on 1, as if never interrupted.
+    """Trains on 4 or 2 ranks, then resumes on fewer, as if never interrupted.
 
     An unsharded optimizer loads the checkpoint.
     """
-    steps = {4: range(3), 2: range(3, 6), 1: range(6, 9)}[dist.get_world_size()]
+    path, stop = folder / base, {4: 3, 2: 6, 1: 9}[dist.get_world_size()]
+    steps = range(stop - 3 if path.exists() else 0, stop)
     dtype = BF16 if base == "remainder" else torch.float16
     job, unsharded, whole = (
         Job(base, dtype, kind, grad_scal_cfg=DYNAMIC) for kind in ("rows", None, None)
     )
-    path = folder / base
     if steps.start:
         load_checkpoint(job.optimizer, path)
     job.run(steps)
