@@ -58,6 +58,39 @@ def test_a_step_has_few_launches() -> None:
     assert "cudaStreamSynchronize" not in calls
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"state_dtype": "int8"}),
+        (torch.bfloat16, {"master_weights": "remainder"}),
+        (torch.bfloat16, {"master_weights": "remainder8", "state_dtype": "int8"}),
+    ],
+)
+def test_averages_have_the_cpus_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """No product enters them, and AdamW's parameters have all bits. Weights of Muon are near."""
+    found = []
+    for device in ("cpu", "cuda"):
+        params = make_params(device, dtype)
+        optimizer = muon(params, lr=0.01, **options)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        found.append((params, optimizer))
+    (ours, on_cpu), (theirs, on_gpu) = found
+    assert bits(on_cpu.control.grad_norm) == bits(on_gpu.control.grad_norm)
+    for p, q in zip(ours, theirs, strict=True):
+        of_muon = p.dim() == 2 and p.numel()
+        for name, value in on_gpu.state[q].items():
+            if not of_muon or not name.startswith("remainder"):
+                assert bits(on_cpu.state[p][name]) == bits(value), name
+        if of_muon:
+            rounding = torch.finfo(dtype).eps
+            torch.testing.assert_close(q.cpu(), p, rtol=rounding, atol=5e-3)
+        else:
+            assert bits(p) == bits(q)
+
+
 @each_way
 def test_a_captured_step_trains_as_eager_ones(kwargs: dict[str, Any]) -> None:
     """KellerJordan/Muon#40: Adam has ``capturable=True``, and Muon has not."""
