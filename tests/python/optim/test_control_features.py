@@ -18,7 +18,6 @@ from torch import nn
 from torchopt_ext import FusedAdam, FusedAdamW, GradScaler, ops
 from torchopt_ext.containers import OptimizersContainer
 from torchopt_ext.optim import step as step_module
-from torchopt_ext.state.entries import CONTROL_KEY
 
 from ...support import oracle
 from ...support.compare import assert_same_bits, bits, snapshot, unchanged
@@ -134,29 +133,6 @@ def test_a_checkpoint_does_not_decide_settings() -> None:
     second.load_state_dict(first.state_dict())
     assert second.max_grad_norm == float(second.control.max_grad_norm) == 0.25
     assert float(second.control.warmup_steps) == 9
-
-
-def test_the_control_entry_is_there_only_when_used_and_torch_ignores_it() -> None:
-    optimizer = FusedAdamW(make_params(), max_grad_norm=1.0, skip_nonfinite=True, lr=1.0)
-    train(optimizer, [0])
-    assert CONTROL_KEY not in optimizer.state_dict()["state"][0]
-    optimizer.set_schedule(**SCHEDULE)
-    saved = optimizer.state_dict()
-    assert [i for i, entry in saved["state"].items() if CONTROL_KEY in entry] == [0]
-    theirs = torch.optim.AdamW(make_params(), lr=1e-3, fused=True)
-    theirs.load_state_dict(saved)
-    assert theirs.param_groups[0]["lr"] == 1.0
-    train(theirs, [0])
-
-
-def test_a_schedule_set_late_continues_from_the_steps_done() -> None:
-    optimizer = FusedAdamW(make_params())
-    for step in range(13):
-        if step == 6:
-            optimizer.set_schedule(**SCHEDULE)
-        train(optimizer, [step])
-        expected = oracle.lr_factor(step, **SCHEDULE) if step >= 6 else 1.0
-        assert float(optimizer.control.lr_factor) == expected
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"max_grad_norm": 0.5}], ids=["apart", "joint"])
