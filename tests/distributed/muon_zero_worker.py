@@ -24,6 +24,7 @@ from tests.support.ranks import gathered, run_cases
 from torchopt_ext import _C, FusedMuon, ZeroRedundancyOptimizer, digest
 from torchopt_ext.optim import exchange
 from torchopt_ext.statedict.dcp import load
+from torchopt_ext.zero.ranks import Ranks
 
 BALANCED: Any = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition="balanced")
 
@@ -301,6 +302,19 @@ def a_rejected_step_changes_nothing() -> None:
     run.train(1)
 
 
+def a_failing_return_says_what_to_do() -> None:
+    """Ranks have stepped when one of them does not get the others' weights."""
+    for partition in ("greedy", "balanced"):
+        build = partial(ZeroRedundancyOptimizer, optimizer_class=FusedMuon, partition=partition)
+        run = Run(build=build).train(0)
+        run.set_gradients(1)
+        with (
+            mock.patch.object(Ranks, "broadcast", side_effect=RuntimeError("no route")),
+            pytest.raises(RuntimeError, match=r"may differ now: load a checkpoint.*no route"),
+        ):
+            run.optimizer.step()
+
+
 def owners_have_one_process_bits(way: str) -> None:
     alone, shared = Run(way=way), Run(way=way, orthogonalize_over=dist.group.WORLD)
     alone.train(0, 1, 2, 3)
@@ -343,6 +357,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "between rows, int8": partial(normuon_is_cut_between_rows, state_dtype="int8"),
     }
     if dist.get_world_size() > 1:
+        found["return"] = a_failing_return_says_what_to_do
         found["inside rows"] = rows_that_were_cut_reject_normuon
         for first_step in (0, 1):
             for alone in (False, True):

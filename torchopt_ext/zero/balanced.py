@@ -24,7 +24,7 @@ from torchopt_ext.state.pieces import Cut, matrix_sizes, pieces_of_run
 from torchopt_ext.state.quantized import keep_float_moments
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Bucket, Part, memory_order, view_in
-from torchopt_ext.zero.ranks import Ranks
+from torchopt_ext.zero.ranks import RETURNING, Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
 
@@ -263,7 +263,7 @@ class BalancedBuckets:
         """Sends every rank's updated elements to all other ranks."""
         if self.ranks.size == 1:
             return
-        with collective("returning the updated parameters"):
+        with collective(RETURNING):
             for bucket in self.all_buckets:
                 if not bucket.sent:
                     continue
@@ -287,7 +287,7 @@ class BalancedBuckets:
             return
         bucket = self.reducer.bucket_of[param]
         start, end = bucket.start(param), bucket.start(param) + param.numel()
-        with collective("returning the updated parameters", self.ranks.timeout):
+        with collective(RETURNING, self.ranks.timeout):
             works = []
             for rank in range(self.ranks.size):
                 lo, hi = bucket.range_of(rank)
@@ -310,7 +310,7 @@ class BalancedBuckets:
         """Waits until the parameters of the given buckets, by default all, have arrived."""
         for bucket in list(self._updates_in_flight) if buckets is None else buckets:
             works, gathered = self._updates_in_flight.pop(bucket)
-            with collective("returning the updated parameters", self.ranks.timeout):
+            with collective(RETURNING, self.ranks.timeout):
                 for work in works:
                     wait(work)
             if gathered is not None:

@@ -21,6 +21,7 @@ from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.zero.balanced import BalancedBuckets
 from torchopt_ext.zero.optimizer import ZeroRedundancyOptimizer
 from torchopt_ext.zero.overlap import lay
+from torchopt_ext.zero.ranks import RETURNING
 
 Future = torch.futures.Future[torch.Tensor]
 Hook = Callable[[Any, GradBucket], Future]
@@ -79,7 +80,7 @@ def hook_with_zero_step(
         while waiting and (bucket.is_last() or (interleaved and len(waiting) > 1)):
             works.extend(_step_bucket(zero, *waiting.pop(0)))
         if bucket.is_last():
-            with collective("returning the updated parameters", zero.ranks.timeout):
+            with collective(RETURNING, zero.ranks.timeout):
                 while works:
                     wait(works.pop(0))
         return future

@@ -14,6 +14,9 @@ from torchopt_ext.state.collective import DESTROYED, waits_at_most
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+RETURNING = "returning the updated parameters (ranks may differ now: load a checkpoint)"
+"""What ranks do after a step, for errors."""
+
 LARGE = 1 << 20
 """Tensors of at least this many bytes are sent separately."""
 

@@ -12,7 +12,7 @@ from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.state.matrices import OPERATIONS, newton_schulz_flops
 from torchopt_ext.zero.parameters import Parameters
 from torchopt_ext.zero.part import Part, view_in
-from torchopt_ext.zero.ranks import Ranks, batches, flat_memory
+from torchopt_ext.zero.ranks import RETURNING, Ranks, batches, flat_memory
 
 ALIGNMENT = 64
 """Parameters start at multiples of this many bytes: no vector load crosses a cache line."""
@@ -156,7 +156,7 @@ class WholeTensors:
         """Sends batches of parameters, by their owner, to all other ranks."""
         if self.ranks.size == 1:
             return
-        with collective("returning the updated parameters", self.ranks.timeout):
+        with collective(RETURNING, self.ranks.timeout):
             works: list[Any] = []
             unpack: list[tuple[list[Tensor], list[Tensor]]] = []
             for rank in range(self.ranks.size):
