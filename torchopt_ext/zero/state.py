@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_ext._torch import GET_STATE, is_called_by
 from torchopt_ext.state.collective import all_gather_text, fail_together
 from torchopt_ext.state.entries import CONTROL_KEY, control_entry
 from torchopt_ext.state.matrices import without_functions
@@ -81,7 +82,8 @@ def packed(
     if extra.get(CONTROL_KEY) and copied:
         copied[min(copied)][CONTROL_KEY] = extra[CONTROL_KEY]
     others = {key: value for key, value in extra.items() if key != CONTROL_KEY}
-    saved = [*map(without_functions, numbered(groups))]
+    keep_keys = is_called_by(GET_STATE, 6)  # the setter looks for the keys that groups have
+    saved = [without_functions(group, keep_keys) for group in numbered(groups)]
     return {"state": copied, "param_groups": saved, **others}
 
 
