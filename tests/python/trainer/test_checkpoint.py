@@ -9,7 +9,7 @@ import random
 import shutil
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -230,75 +230,74 @@ def noted(folder: Path, value: Any, **settings: Any) -> Job:
     return job
 
 
-def with_state(folder: Path, value: Any) -> Job:
-    job = Job(folder)
-    job.model.noted = SimpleNamespace()
-    job.state_dict = lambda: {"step": 2, "value": value}  # type: ignore[method-assign]
-    job.load_state_dict = vars(job.model.noted).update  # type: ignore[method-assign]
-    return job
+VALUES: list[tuple[Any, Any]] = [  # saved, and held before they are loaded
+    ({"n": 3}, {"n": 0}),
+    ({0: 5}, {0: 99}),
+    ({0: 5}, {}),
+    ({0: 1, "a": 2}, {0: 5, "a": 3}),
+    ({"a": 1, "b": {"c": 2}}, {"a": 0}),
+    ({"a": 1, "b": {"c": torch.ones(2)}}, {}),
+    ({"a.b": 1, "a": {"b": 2}}, {}),
+    ({(1, "x"): [{2: None}]}, {}),
+    (Counter({30: 1}), Counter({40: 2})),
+    (OrderedDict(b=1, a=2), None),
+    (OrderedDict(a=(1, [2])), {}),
+    ([{"a": 1}, {0: 1}], []),
+    ([1, 2], [0, 0, 0]),
+    ({}, {}),
+    ({}, {"a": 1}),
+    ({"a": {}, "b": [{}]}, {"a": {"x": 1}}),
+    ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
+    (torch.ones(3), None),
+    (5, {"n": 0}),
+    (b"raw", None),
+]
+STATES: list[tuple[Any, Any]] = [  # of which each entry must be there
+    ({0: torch.ones(2)}, {0: torch.zeros(2)}),
+    ({0: 5}, {"a": 1}),
+    ([1, torch.ones(2), {"a": 1}], [0, torch.zeros(2)]),
+    ([], [1]),
+    (torch.ones(2), torch.zeros(2)),
+    (None, None),
+    ({"a": 1}, None),
+    ([{}], [{}]),
+]
 
 
-@pytest.mark.parametrize("build", [with_state, noted])
-@pytest.mark.parametrize(
-    ("saved", "live"),
-    [
-        ({"n": 3}, {"n": 0}),
-        ({0: 5}, {0: 99}),
-        ({0: 5}, {}),
-        ({0: 1, "a": 2}, {0: 5, "a": 3}),
-        ({"a": 1, "b": {"c": 2}}, {"a": 0}),
-        ({"a": 1, "b": {"c": torch.ones(2)}}, {}),
-        ({"a.b": 1, "a": {"b": 2}}, {}),
-        ({(1, "x"): [{2: None}]}, {}),
-        (Counter({30: 1}), Counter({40: 2})),
-        (OrderedDict(b=1, a=2), None),
-        (OrderedDict(a=(1, [2])), {}),
-        ([{"a": 1}, {0: 1}], []),
-        ([1, 2], [0, 0, 0]),
-        ({}, {}),
-        ({}, {"a": 1}),
-        ({"a": {}, "b": [{}]}, {"a": {"x": 1}}),
-        ({"t": torch.ones(2), "n": {1: 2}}, {"t": torch.zeros(2), "n": {}}),
-        (torch.ones(3), None),
-        (5, {"n": 0}),
-        (b"raw", None),
-    ],
-)
-def test_a_value_comes_back_as_it_was_saved(
-    tmp_path: Path, saved: Any, live: Any, build: Callable[..., Job]
-) -> None:
-    """A value of a state, and what a module's get_extra_state returns."""
-    build(tmp_path, saved).manager.save(2, force=True)
-    assert repr(build(tmp_path, live).resume().model.noted.value) == repr(saved)
+class State:
+    """A state of a job that is a value, or that has it as its only entry."""
+
+    def __init__(self, value: Any, key: str | None) -> None:
+        self.value, self.key = value, key
+
+    def state_dict(self) -> Any:
+        return self.value if self.key is None else {self.key: self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state if self.key is None else state[self.key]
 
 
-@pytest.mark.parametrize(
-    ("saved", "live"),
-    [
-        ({0: torch.ones(2)}, {0: torch.zeros(2)}),
-        ({0: 5}, {"a": 1}),
-        ([1, torch.ones(2), {"a": 1}], [0, torch.zeros(2)]),
-        ([], [1]),
-        (torch.ones(2), torch.zeros(2)),
-        (None, None),
-        ({"a": 1}, None),
-        ([{}], [{}]),
-    ],
-)
-def test_a_state_of_any_form_comes_back(tmp_path: Path, saved: Any, live: Any) -> None:
+def holding(folder: Path, form: str, values: Iterable[Any]) -> tuple[Job, list[Any]]:
+    """Returns a job, and the states or modules in which it holds the values."""
+    job, held = Job(folder), []
+    for number, value in enumerate(values):
+        if form == "extra state":
+            held.append(Noted(value))
+            job.model.add_module(f"noted{number}", held[-1])
+        else:
+            held.append(State(value, "entry" if form == "entry" else None))
+            job.manager._states[f"held{number}"] = held[-1]
+    return job, held
+
+
+@pytest.mark.parametrize("form", ["state", "entry", "extra state"])
+def test_a_value_comes_back_as_it_was_saved(tmp_path: Path, form: str) -> None:
     """What a state's `state_dict` returns need not be a dict with texts as keys."""
-
-    def job(folder: Path, state: Any) -> Job:
-        job = Job(folder)
-        job.state_dict = lambda: state  # type: ignore[method-assign]
-        return job
-
-    job(tmp_path, saved).manager.save(2, force=True)
-    loaded: list[Any] = []
-    resumed = job(tmp_path, live)
-    resumed.load_state_dict = loaded.append  # type: ignore[method-assign]
-    assert resumed.manager.load()
-    assert repr(loaded) == repr([saved])
+    saved, live = zip(*(STATES if form == "state" else VALUES), strict=True)
+    holding(tmp_path, form, saved)[0].manager.save(2, force=True)
+    job, held = holding(tmp_path, form, live)
+    assert job.manager.load()
+    assert [repr(one.value) for one in held] == [*map(repr, saved)]
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
@@ -307,8 +306,8 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     job.manager._states["other"] = SimpleNamespace(state_dict=lambda: [1])
     with pytest.raises(ConfigError, match=r"step-2 lacks other$"):
         job.manager.load()
-    with pytest.raises(ConfigError, match=r"step-2 lacks train_state\.value$"):
-        with_state(tmp_path, 5).manager.load()
+    with pytest.raises(ConfigError, match=r"step-2 lacks held0\.entry$"):
+        holding(tmp_path, "entry", [5])[0].manager.load()
 
 
 @pytest.mark.parametrize(
