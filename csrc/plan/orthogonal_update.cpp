@@ -42,6 +42,17 @@ DType dtype_named(at::ScalarType dtype) {
                                   : DType::kFloat32;
 }
 
+// Gives rows of one matrix their place in the parameter, from that of a shard in which they follow
+// `begin` elements. They lie within a run, or begin with one.
+void leave_out(TensorWork& rows, int64_t begin) {
+  rows.first_element = global_element(rows, begin);
+  if (rows.run != 0 && begin % rows.run + rows.numel <= rows.run) {
+    rows.run = 0;
+  }
+  TORCH_CHECK(rows.run == 0 || begin % rows.run == 0, "a block of rows begins within a run");
+  rows.rows = 0;  // gaps are between matrices
+}
+
 }  // namespace
 
 OrthogonalUpdate::OrthogonalUpdate(const WorkList& work,
@@ -150,8 +161,10 @@ void OrthogonalUpdate::add(Bucket& bucket, const TensorWork& tensor, size_t inde
         part.memory[array] = element(apply, array, begin);
       }
     }
-    part.numel = count;
-    part.first_element += begin;
+    if (count != tensor.numel) {
+      part.numel = count;
+      leave_out(part, begin);
+    }
     const std::pair group(tensor.group, lr_scale);
     const auto known = std::ranges::find(applied_groups_, group);
     part.group = static_cast<int32_t>(known - applied_groups_.begin());

@@ -466,6 +466,26 @@ def fsdp_trains_like_one_process(**options: Any) -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
 
 
+def blocks_with_factors_of_their_own_draw_alike(*placements: Placement) -> None:
+    """Random rounding counts elements of the whole parameter, also in rows of a cut block."""
+    world = dist.get_world_size()
+    mesh = (2, world // 2) if len(placements) == 2 else (world,)
+    place, runs = placed(mesh, [*placements]), []
+    for cut in (lambda tensor: tensor, place):
+        generator = torch.Generator().manual_seed(0)
+        groups = []
+        sizes = ((48, 20), (24, 12, 12)), ((5, 48, 6), (30, 14, 4)), ((5, 48, 6), None)
+        for shape, blocks in sizes:
+            value = torch.randn(shape, generator=generator).bfloat16()
+            param = nn.Parameter(cut(value))
+            param.grad = cut(torch.randn(shape, generator=generator).bfloat16())
+            groups.append({"params": [param], "split_sizes": blocks})
+        optimizer = FusedMuon(groups, lr=0.1, stochastic_rounding=True)
+        optimizer.step()
+        runs.append([full_tensor(group["params"][0]) for group in groups])
+    assert_same_bits(runs[1], runs[0])
+
+
 def digests_add_up(layout: str, way: str) -> None:
     alone = Run(way=way).train(0, 1)
     shared = Run(placed(*layouts()[layout]), way).train(0, 1)
@@ -553,8 +573,13 @@ def cases() -> dict[str, Callable[[], Any]]:
     for way in ("fp32", "NorMuon, fp32"):
         for layout in ("rows", "columns"):
             found[f"digests, {layout}, {way}"] = partial(digests_add_up, layout, way)
+    cuts = [(ROWS,), (COLUMNS,), (Shard(2),)]
     if dist.get_world_size() == 4:
         found["meshes"] = meshes_may_be_equal_or_cross
+        cuts += [(ROWS, COLUMNS), (COLUMNS, Shard(2)), (COLUMNS, COLUMNS)]
+    for cut in cuts:
+        draws = partial(blocks_with_factors_of_their_own_draw_alike, *cut)
+        found[f"draws, {cut}"] = draws
     return found
 
 
