@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
+
+from torchopt_ext.optim import forward_overlap, host_steps
 
 from .compare import bits
 
@@ -18,6 +21,14 @@ class _Late(NamedTuple):
     stream: _Stream
     written: list[tuple[Tensor, Tensor]]  # memory, and what it will hold
     read: list[tuple[Tensor, bytes]]  # gradients, and what they must hold until then
+
+
+def stand_for_a_gpu(monkeypatch: pytest.MonkeyPatch, streams: LateStreams) -> None:
+    """Lets the memory of parameters stand for a GPU's, and these streams for its side streams."""
+    for module in ("state.host_memory", "state.storage", "optim.overlapped"):
+        monkeypatch.setattr(f"torchopt_ext.{module}.ACCELERATORS", {"cuda", "cpu"})
+    monkeypatch.setattr(forward_overlap, "SideStream", streams)
+    monkeypatch.setattr(host_steps, "SideStream", streams)
 
 
 class LateStreams:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
-from torchopt_ext.optim import forward_overlap, host_steps
+from torchopt_ext.optim import host_steps
 
 from ...support.compare import snapshot
-from ...support.late_stream import LateStreams
+from ...support.late_stream import LateStreams, stand_for_a_gpu
 from ...support.problems import make_params, set_gradients, through_file
 from ...support.ways import KINDS, WAYS, is_possible
 
@@ -54,10 +54,7 @@ class MovedStates(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         self.late = LateStreams(early=0.3, seed=seed)
         self.patch = pytest.MonkeyPatch()
-        for module in ("state.host_memory", "state.storage", "optim.overlapped"):
-            self.patch.setattr(f"torchopt_ext.{module}.ACCELERATORS", {"cuda", "cpu"})
-        self.patch.setattr(forward_overlap, "SideStream", self.late)
-        self.patch.setattr(host_steps, "SideStream", self.late)
+        stand_for_a_gpu(self.patch, self.late)
         self.patch.setattr(host_steps, "_BUCKET", bucket)
         kind, self.way = kind_and_way
         options: dict[str, Any] = {"lr": 0.02, "skip_nonfinite": skips, "rounding_seed": 5}

@@ -26,7 +26,7 @@ from torchopt_ext.optim import forward_overlap
 from torchopt_ext.state.host_memory import is_on_host
 
 from ...support.compare import assert_same, assert_same_bits, bits, contents, snapshot
-from ...support.late_stream import LateStreams
+from ...support.late_stream import LateStreams, stand_for_a_gpu
 from ...support.problems import clip_skip_or_leave_out, make_params, set_gradients, train
 from ...support.ways import BF16, WAYS, each_kind_and_way
 
@@ -51,10 +51,8 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
-    for module in ("state.host_memory", "state.storage", "optim.overlapped"):
-        monkeypatch.setattr(f"torchopt_ext.{module}.ACCELERATORS", {"cuda", "cpu"})
     streams = LateStreams()
-    monkeypatch.setattr(forward_overlap, "SideStream", streams)
+    stand_for_a_gpu(monkeypatch, streams)
     return streams
 
 

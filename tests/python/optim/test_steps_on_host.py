@@ -18,12 +18,12 @@ from torch import nn
 
 from torchopt_ext import FusedAdamW, FusedMuon
 from torchopt_ext.optim import bandwidths as bandwidths_module
-from torchopt_ext.optim import forward_overlap, host_steps
+from torchopt_ext.optim import host_steps
 from torchopt_ext.optim.bandwidths import Bandwidths, Crossing, stepped_on_host, streamed
 from torchopt_ext.optim.host_step import HostStep
 
 from ...support.compare import bits, snapshot
-from ...support.late_stream import LateStreams
+from ...support.late_stream import LateStreams, stand_for_a_gpu
 from ...support.problems import (
     clip_skip_or_leave_out,
     make_params,
@@ -39,11 +39,8 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
-    for module in ("state.host_memory", "state.storage", "optim.overlapped"):
-        monkeypatch.setattr(f"torchopt_ext.{module}.ACCELERATORS", {"cuda", "cpu"})
     streams = LateStreams(early=0.3)
-    monkeypatch.setattr(forward_overlap, "SideStream", streams)
-    monkeypatch.setattr(host_steps, "SideStream", streams)
+    stand_for_a_gpu(monkeypatch, streams)
     monkeypatch.setattr(host_steps, "_BUCKET", 30_000)  # several buckets
     return streams
 
