@@ -56,12 +56,12 @@ CudaTables& tables_of(const WorkList& work, c10::cuda::CUDAStream stream) {
 }
 
 // Fills the table with the chunks of one kind after another. Tracking uses the CPU's chunks.
-void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
+void fill_chunks(const WorkList& work, const UpdateChunks& cut, CudaTables& tables,
+                 c10::cuda::CUDAStream stream) {
   if (work.options.track != 0) {
     tables.chunks.upload(work.chunks, stream);
     return;
   }
-  const UpdateChunks cut(work);
   std::vector<Chunk> chunks;
   for (size_t kind = 0; kind < kKinds; ++kind) {
     cut.add([=](const TensorWork& tensor) { return static_cast<size_t>(tensor.kind) == kind; },
@@ -72,10 +72,10 @@ void fill_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream
 }
 
 // Fills the table with the chunks of tensors that have moving averages.
-void fill_average_chunks(const WorkList& work, CudaTables& tables, c10::cuda::CUDAStream stream) {
+void fill_average_chunks(const UpdateChunks& cut, CudaTables& tables,
+                         c10::cuda::CUDAStream stream) {
   std::vector<Chunk> chunks;
-  UpdateChunks(work).add([](const TensorWork& tensor) { return tensor.memory[kEma] != nullptr; },
-                         chunks);
+  cut.add([](const TensorWork& tensor) { return tensor.memory[kEma] != nullptr; }, chunks);
   tables.average_count = static_cast<int64_t>(chunks.size());
   if (!chunks.empty()) {
     tables.average_chunks.upload(chunks, stream);
@@ -247,8 +247,9 @@ CudaTables& update_tables(const WorkList& work, c10::cuda::CUDAStream stream) {
     tables.steps.reserve(work.tensors.size() * sizeof(TensorStep));
   }
   if (tables.chunks.empty() && !work.chunks.empty()) {
-    fill_chunks(work, tables, stream);
-    fill_average_chunks(work, tables, stream);
+    const UpdateChunks cut(work);
+    fill_chunks(work, cut, tables, stream);
+    fill_average_chunks(cut, tables, stream);
   }
   if (work.options.track != 0 && tables.first_of_tensor.empty()) {
     tables.first_of_tensor.upload(first_chunks(work.chunks, work.tensors.size(), 1), stream);
