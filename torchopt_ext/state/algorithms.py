@@ -214,9 +214,8 @@ def reject_unknown(names: Iterable[str], valid: Collection[str], what: str) -> N
 def expect_keys(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError if a program has changed a group's algorithm, but not its other keys."""
     for number, group in enumerate(groups):
-        name, algorithm = group.get("algorithm", "adam"), algorithm_of(group)
-        read = {hyper.key for hyper in algorithm.hypers if not hyper.may_lack}
-        read |= {"beta2"} if name == "normuon" else set()
+        name = group.get("algorithm", "adam")
+        read = {hyper.key for hyper in algorithm_of(group).hypers}
         needed = {key: value for key, value in defaults_of(name).items() if key in read}
         if missing := {key: needed[key] for key in needed if key not in group}:
             raise ValueError(
