@@ -1,5 +1,5 @@
 // orthogonalize: Newton-Schulz iterations on each matrix of [..., m, n]. `coefficients` has three
-// numbers for each step. fp32 matrices on the CPU have their own products, others torch's.
+// numbers for each step. fp32 and bf16 matrices on the CPU have their own products, others torch's.
 #include "work/orthogonalize.h"
 
 #include <ATen/ops/empty.h>
@@ -22,28 +22,39 @@ void check(const at::Tensor& matrices, double eps) {
   TORCH_CHECK_VALUE(eps >= 0.0, "eps is ", eps, ", expected 0 or more");
 }
 
+template <class T>
+void orthogonalize_on_cpu(const NewtonSchulz& ns, const at::Tensor& contiguous) {
+  const int64_t rows = contiguous.size(-2);
+  const int64_t cols = contiguous.size(-1);
+  auto* const first = static_cast<T*>(contiguous.data_ptr());
+  std::vector<cpu::MatrixOf<T>> all;
+  for (T* x = first; x < first + contiguous.numel(); x += rows * cols) {
+    all.push_back({x, rows, cols, cols});
+  }
+  const at::Tensor workspace =
+      at::empty({cpu::orthogonalize_workspace(ns, all)}, contiguous.options().dtype(at::kFloat));
+  cpu::orthogonalize(ns, all, workspace.data_ptr<float>());
+}
+
 at::Tensor orthogonalize(const at::Tensor& matrices, at::ArrayRef<double> coefficients,
                          double eps) {
   check(matrices, eps);
   const NewtonSchulz ns = newton_schulz_of(coefficients, eps);
   at::Tensor result = at::empty_like(matrices, at::MemoryFormat::Contiguous);
-  const int64_t rows = matrices.size(-2);
-  const int64_t cols = matrices.size(-1);
   if (result.numel() == 0) {
     return result;
   }
-  if (!matrices.is_cpu() || matrices.scalar_type() != at::kFloat) {
-    const at::Tensor batch = matrices.detach().reshape({-1, rows, cols});
+  const bool is_bf16 = matrices.scalar_type() == at::kBFloat16 && cpu::multiplies_bf16();
+  if (!matrices.is_cpu() || !(is_bf16 || matrices.scalar_type() == at::kFloat)) {
+    const at::Tensor batch = matrices.detach().reshape({-1, matrices.size(-2), matrices.size(-1)});
     return result.copy_(orthogonalized(ns, batch).view_as(result));
   }
   result.copy_(matrices.detach());
-  std::vector<cpu::Matrix> all;
-  for (float* x = result.data_ptr<float>(); x < result.data_ptr<float>() + result.numel();
-       x += rows * cols) {
-    all.push_back({x, rows, cols, cols});
+  if (is_bf16) {
+    orthogonalize_on_cpu<BFloat16>(ns, result);
+  } else {
+    orthogonalize_on_cpu<float>(ns, result);
   }
-  const at::Tensor workspace = at::empty({cpu::orthogonalize_workspace(ns, all)}, result.options());
-  cpu::orthogonalize(ns, all, workspace.data_ptr<float>());
   return result;
 }
 

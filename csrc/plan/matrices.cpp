@@ -15,11 +15,14 @@ constexpr int64_t kCastPerThread = 1 << 15;
 
 bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
                         at::ScalarType dtype) {
-  return !newton_schulz.instead && device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+  return !newton_schulz.instead && device.is_cpu() &&
+         (dtype == at::kFloat || dtype == at::kDouble ||
+          (dtype == at::kBFloat16 && cpu::multiplies_bf16()));
 }
 
-std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* memory) {
-  std::vector<cpu::Matrix> all;
+template <class T>
+std::vector<cpu::MatrixOf<T>> in_memory(const std::vector<Matrix>& matrices, T* memory) {
+  std::vector<cpu::MatrixOf<T>> all;
   all.reserve(matrices.size());
   for (const auto& [first, rows, cols, stride, lr_scale] : matrices) {
     all.push_back({memory + first, rows, cols, stride});
@@ -27,9 +30,15 @@ std::vector<cpu::Matrix> in_memory(const std::vector<Matrix>& matrices, float* m
   return all;
 }
 
-// By this library's products, in float32.
+// By this library's products.
 void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<Matrix>& matrices,
                           const at::Tensor& buffer, const at::Tensor& workspace) {
+  auto* const memory = workspace.data_ptr<float>();
+  if (buffer.scalar_type() == at::kBFloat16) {
+    auto* const x = static_cast<BFloat16*>(buffer.data_ptr());
+    cpu::orthogonalize(newton_schulz, in_memory(matrices, x), memory);
+    return;
+  }
   const bool is_double = buffer.scalar_type() == at::kDouble;
   const at::Tensor directions =
       is_double ? at::empty(buffer.sizes(), buffer.options().dtype(at::kFloat)) : buffer;
@@ -41,7 +50,7 @@ void orthogonalize_on_cpu(const NewtonSchulz& newton_schulz, const std::vector<M
       std::copy(from + begin, from + end, x + begin);
     });
   }
-  cpu::orthogonalize(newton_schulz, in_memory(matrices, x), workspace.data_ptr<float>());
+  cpu::orthogonalize(newton_schulz, in_memory(matrices, x), memory);
   if (is_double) {
     buffer.copy_(directions);
   }
@@ -74,9 +83,12 @@ void orthogonalize_batches(const NewtonSchulz& newton_schulz, const std::vector<
 int64_t orthogonalize_workspace(const NewtonSchulz& newton_schulz,
                                 const std::vector<Matrix>& matrices, at::Device device,
                                 at::ScalarType dtype) {
-  return is_multiplied_here(newton_schulz, device, dtype)
-             ? cpu::orthogonalize_workspace(newton_schulz, in_memory(matrices, nullptr))
-             : 0;
+  if (!is_multiplied_here(newton_schulz, device, dtype)) {
+    return 0;
+  }
+  return dtype == at::kBFloat16
+             ? cpu::orthogonalize_workspace(newton_schulz, in_memory<BFloat16>(matrices, nullptr))
+             : cpu::orthogonalize_workspace(newton_schulz, in_memory<float>(matrices, nullptr));
 }
 
 void orthogonalize_matrices(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,

@@ -22,8 +22,9 @@ int64_t orthogonalize_workspace(const NewtonSchulz& newton_schulz,
                                 at::ScalarType dtype);
 
 // Orthogonalizes matrices of a flat buffer: of float32 and float64 on a CPU by this library's
-// products in float32, others by torch's products in the buffer's dtype, and all by the group's
-// function if there is one. An undefined workspace is allocated.
+// products in float32, of bfloat16 by its products where the CPU has instructions for them, others
+// by torch's products in the buffer's dtype, and all by the group's function if there is one. An
+// undefined workspace is allocated.
 void orthogonalize_matrices(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,
                             const at::Tensor& buffer, at::Tensor workspace = {});
 

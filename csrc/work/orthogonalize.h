@@ -7,6 +7,8 @@
 #include <functional>
 #include <vector>
 
+#include "kernels/dtype.h"
+
 namespace torchopt_ext {
 
 struct Product;
@@ -29,18 +31,22 @@ at::Tensor orthogonalized(const NewtonSchulz& ns, const at::Tensor& batch);
 
 namespace cpu {
 
-struct Matrix {
-  float* x;
+template <class T>
+struct MatrixOf {
+  T* x;
   int64_t rows;
   int64_t cols;
   int64_t ld;  // elements from one row to the next
 };
+using Matrix = MatrixOf<float>;
+using Bf16Matrix = MatrixOf<BFloat16>;
 
 using Multiply = std::function<void(const Product&)>;
 void multiply(const Product& p);  // cpu/multiply.h
 
-// Returns how many floats of workspace a matrix of this shape needs.
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, int64_t rows, int64_t cols);
+// Returns how many floats of workspace a matrix needs.
+int64_t orthogonalize_workspace(const NewtonSchulz& ns, const Matrix& matrix);
+int64_t orthogonalize_workspace(const NewtonSchulz& ns, const Bf16Matrix& matrix);
 // Orthogonalizes a matrix in place, on all threads, or inside a parallel region on the calling one.
 // `run` computes the products; a test counts them instead.
 void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspace,
@@ -48,7 +54,14 @@ void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspac
 
 // The same for several matrices. Many small ones are shared out among the threads.
 int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Matrix>& matrices);
+int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices);
 void orthogonalize(const NewtonSchulz& ns, const std::vector<Matrix>& matrices, float* workspace);
+// Requires multiplies_bf16().
+void orthogonalize(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices,
+                   float* workspace);
+
+// Returns whether this CPU has instructions for products of bf16, and torch may use AVX-512.
+bool multiplies_bf16();
 
 }  // namespace cpu
 }  // namespace torchopt_ext

@@ -21,9 +21,10 @@ NewtonSchulz jordan(size_t steps) {
 // Returns the multiply-adds for a matrix; the elements that are mirror images take none.
 double multiply_adds(const NewtonSchulz& ns, int64_t rows, int64_t cols) {
   std::vector<float> x(static_cast<size_t>(rows * cols), 1.0f);
-  std::vector<float> workspace(static_cast<size_t>(cpu::orthogonalize_workspace(ns, rows, cols)));
+  const cpu::Matrix matrix{x.data(), rows, cols, cols};
+  std::vector<float> workspace(static_cast<size_t>(cpu::orthogonalize_workspace(ns, matrix)));
   double count = 0.0;
-  cpu::orthogonalize(ns, {x.data(), rows, cols, cols}, workspace.data(), [&](const Product& p) {
+  cpu::orthogonalize(ns, matrix, workspace.data(), [&](const Product& p) {
     const int64_t elements = p.symmetric ? p.rows * (p.rows + 1) / 2 : p.rows * p.cols;
     count += static_cast<double>(elements) * static_cast<double>(p.depth);
   });

@@ -54,6 +54,13 @@ def exactly(x: Tensor, triples: list[Triple], eps: float = 1e-7) -> Tensor:
     return u * s @ v
 
 
+def has_own_bf16_products() -> bool:
+    """Whether this process orthogonalizes bfloat16 on the CPU without torch's products."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        orthogonalize(torch.ones(2, 2, dtype=torch.bfloat16))
+    return not any(event.name == "aten::bmm" for event in profiled.events())
+
+
 def distance(ours: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.matrix_norm(ours.double() - expected.double(), 2))
 
@@ -113,8 +120,8 @@ def test_near_torchs_function(shape: tuple[int, int]) -> None:
     x = random_matrix(*shape, torch.linspace(1, 0.1, min(shape), dtype=torch.float64))
     theirs = _zeropower_via_newtonschulz(x, JORDAN, 5, 1e-7)
     assert theirs.dtype == torch.bfloat16
-    for ours in (orthogonalize(x), orthogonalize(x.bfloat16())):
-        assert distance(ours, theirs) < 0.05
+    assert distance(orthogonalize(x), theirs) < 0.05
+    assert distance(orthogonalize(x.bfloat16()), theirs) < 0.1  # the Gram form rounds R, too
     assert distance(orthogonalize(x), exactly(x, [JORDAN] * 5)) < 1e-5
 
 
@@ -163,7 +170,7 @@ def test_norms_beyond_the_squares_of_fp32(factor: float) -> None:
     assert distance(orthogonalize(scaled, eps=0.0), expected) < 1e-4
     wide = scaled.bfloat16()
     expected = exactly(wide, [JORDAN] * 5, eps=0.0)
-    assert distance(orthogonalize(wide, eps=0.0), expected) < 0.05
+    assert distance(orthogonalize(wide, eps=0.0), expected) < 0.1
 
 
 def test_small_norms_are_divided_by_eps() -> None:
@@ -187,7 +194,7 @@ def test_other_dtypes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 def test_a_batch_takes_23_calls_of_torch() -> None:
     """docs/cuda.md: each is a launch on a GPU. The last copies the result."""
     for shape in ((1, 20, 30), (7, 30, 20)):
-        x = torch.randn(shape).bfloat16()
+        x = torch.randn(shape).half()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             orthogonalize(x)
         ours = [e for e in profiled.events() if e.name == "torchopt_ext::orthogonalize"]
@@ -232,10 +239,15 @@ def test_the_bits_are_those_of_exact_arithmetic_rounded(
 BIT_SHAPES = [(32, 32), (13, 500), (261, 261), (400, 270), (70, 1000)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", BIT_SHAPES, ids=str)
-def test_same_bits_in_batches_transposed_with_threads_and_gaps(shape: tuple[int, int]) -> None:
+def test_same_bits_in_batches_transposed_with_threads_and_gaps(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if dtype == torch.bfloat16 and not has_own_bf16_products():
+        pytest.skip("torch's products have bits of their own in a batch")
     torch.manual_seed(5)
-    batch = torch.randn(9, *shape) * torch.logspace(-9, 9, 9).view(9, 1, 1)
+    batch = (torch.randn(9, *shape) * torch.logspace(-9, 9, 9).view(9, 1, 1)).to(dtype)
     single = [orthogonalize(x, "polar_express") for x in batch]
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)

@@ -1,0 +1,62 @@
+// Products of bf16 matrices with sums in fp32, on CPUs with instructions for them. Their results
+// depend neither on the threads nor on how a result is cut into blocks.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace torchopt_ext {
+
+// Rows and columns come in multiples of kBf16Tile. Rows of a matrix follow each other at a distance
+// of `ld` elements, a multiple of kBf16Tile, and start at multiples of 64 bytes.
+inline constexpr int64_t kBf16Tile = 32;
+
+// c = alpha a b + the sum of beta[i] addend[i], rounded to bf16 at the end.
+struct Bf16Product {
+  const BFloat16* a;  // rows x depth
+  int64_t lda;
+  const BFloat16* b;  // depth x cols; if b_transposed, cols x depth
+  int64_t ldb;
+  bool b_transposed;
+  BFloat16* c;  // shares no memory with a and b
+  int64_t ldc;
+  int64_t rows;
+  int64_t cols;
+  int64_t depth;
+  bool symmetric;  // computes the upper half of c and mirrors it
+  float alpha = 1.0f;
+  const BFloat16* addend[2] = {nullptr, nullptr};  // stored like c; one alone comes first
+  float beta[2] = {0.0f, 0.0f};
+};
+
+// The part of c that one call computes, at most kBf16BlockRows x kBf16BlockCols. In a symmetric
+// product the elements below the diagonal are left out, and the call also writes the mirror image.
+struct Bf16Block {
+  int64_t first_row;
+  int64_t last_row;
+  int64_t first_col;
+  int64_t last_col;
+};
+
+// A block's sums, and kBf16PanelDepth rows of b beside it, fit into an L2 cache of 1 MB.
+inline constexpr int64_t kBf16BlockRows = 512;
+inline constexpr int64_t kBf16BlockCols = 128;
+inline constexpr int64_t kBf16PanelDepth = 2048;
+struct alignas(64) Bf16Scratch {
+  float c[kBf16BlockRows * kBf16BlockCols];
+  BFloat16 b[kBf16PanelDepth * kBf16BlockCols];
+};
+
+struct Bf16Kernels {
+  void (*product)(const Bf16Product&, const Bf16Block&, Bf16Scratch&);
+  // Transposes rows x cols elements, whole tiles of them, into rows of `ldt`.
+  void (*transpose)(const BFloat16* from, int64_t ldf, int64_t rows, int64_t cols, BFloat16* to,
+                    int64_t ldt);
+};
+
+// Returns the kernels of this CPU, with AMX's tiles or, if it has none, AVX-512's dot products of
+// bf16; null if it has neither.
+const Bf16Kernels* bf16_kernels(bool with_tiles = true);
+
+}  // namespace torchopt_ext
