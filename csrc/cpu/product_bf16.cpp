@@ -77,9 +77,7 @@ struct Amx {
 };
 
 struct Dots {
-  struct Session {
-    Session() {}  // not trivial, so that a variable counts as used
-  };
+  struct Session {};
 
   static void add(const BFloat16* a, int64_t lda, const BFloat16* b, int64_t depth, bool is_first,
                   float* c) {
@@ -94,15 +92,15 @@ struct Dots {
       }
       for (int64_t k = 0; k < depth; k += 2) {
         const BFloat16* pairs = b + k / kTile * kTile * kTile + k % kTile * kHalf;
-        const __m512i b0 = _mm512_load_si512(pairs);
-        const __m512i b1 = _mm512_load_si512(pairs + kHalf * kTile);
+        const auto b0 = bit_cast<__m512bh>(_mm512_load_si512(pairs));
+        const auto b1 = bit_cast<__m512bh>(_mm512_load_si512(pairs + kHalf * kTile));
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           int32_t pair = 0;
           __builtin_memcpy(&pair, a + r * lda + k, sizeof(pair));
-          const auto both = (__m512bh)_mm512_set1_epi32(pair);
-          sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, (__m512bh)b0);
-          sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, (__m512bh)b1);
+          const auto both = bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+          sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, b0);
+          sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, b1);
         }
       }
 #pragma GCC unroll 8
@@ -133,7 +131,7 @@ inline void write_tile(const Bf16Product& p, int64_t i, int64_t j, const float* 
     return x;
   };
   const auto rounded = [&](int64_t row) {
-    return (__m512i)_mm512_cvtne2ps_pbh(value(row, kHalf), value(row, 0));
+    return bit_cast<__m512i>(_mm512_cvtne2ps_pbh(value(row, kHalf), value(row, 0)));
   };
   if (!p.symmetric) {
     for (int64_t row = 0; row < kTile; ++row) {
@@ -179,7 +177,7 @@ void transpose_tiles(const BFloat16* from, int64_t ldf, int64_t rows, int64_t co
 
 template <class Set>
 void product(const Bf16Product& p, const Bf16Block& block, Bf16Scratch& scratch) {
-  const typename Set::Session session;
+  [[maybe_unused]] const typename Set::Session session;
   for (int64_t k = 0; k < p.depth; k += kBf16PanelDepth) {
     const int64_t depth = least(p.depth - k, kBf16PanelDepth);
     const auto pack_tile = [&](int64_t j, int64_t n) {
