@@ -155,42 +155,23 @@ def plan(args: list[str]) -> argparse.Namespace:
     command.add_argument(
         "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
     )
-    for option, text in (
-        ("--bandwidth", "bandwidth of memory; adds the step's time"),
-        ("--network", "network bandwidth of a rank; adds the time to send"),
-    ):
-        command.add_argument(option, type=positive, metavar="GB/S", help=text)
     command.add_argument(
         "--state-device", choices=("cpu",), help="hold masters and moments in memory of the host"
     )
-    command.add_argument(
-        "--state-fraction",
-        type=positive,
-        metavar="F",
-        help="the part of them that is held there (1)",
-    )
-    command.add_argument(
-        "--link", type=positive, metavar="GB/S", help="between GPU and host, in each direction"
-    )
-    command.add_argument(
-        "--host-bandwidth",
-        type=positive,
-        metavar="GB/S",
-        help="of the host's memory for each GPU, with --link: adds the time of a step by the CPU",
-    )
-    command.add_argument(
-        "--gpu-memory",
-        type=positive,
-        metavar="GB",
-        help="of a GPU: lists the settings that fit, fastest first, of those that the other "
-        "options leave open; states lie on the host where less than 10%% of this were left",
-    )
-    command.add_argument(
-        "--host-memory",
-        type=positive,
-        metavar="GB",
-        help="of the host for each GPU, with --gpu-memory: leaves out what needs more there",
-    )
+    for option, metavar, text in (
+        ("--state-fraction", "F", "the part of them that is held there (1)"),
+        ("--bandwidth", "GB/S", "bandwidth of memory; adds the step's time"),
+        ("--network", "GB/S", "network bandwidth of a rank; adds the time to send"),
+        ("--link", "GB/S", "between GPU and host, in each direction"),
+        ("--host-bandwidth", "GB/S", "of the host's memory for each GPU, with --link: adds the "
+         "time of a step by the CPU"),
+        ("--gpu-memory", "GB", "of a GPU: lists the settings that fit, fastest first, of those "
+         "that the other options leave open; states lie on the host where less than 10%% of this "
+         "were left"),
+        ("--host-memory", "GB", "of the host for each GPU, with --gpu-memory: leaves out what "
+         "needs more there"),
+    ):  # fmt: skip
+        command.add_argument(option, type=positive, metavar=metavar, help=text)
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
     return _checked_plan(command.parse_args(args))
@@ -205,26 +186,23 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
     chosen = (options.file, options.model, options.params, options.shapes)
     if sum(source is not None for source in chosen) != 1:
         raise CommandError("give one of MODEL, --model, --params and --shapes")
-    if options.state_fraction and not options.state_device:
-        raise CommandError("--state-fraction needs --state-device cpu")
-    if options.link and not (options.state_device or options.gpu_memory):
-        raise CommandError("--link needs --state-device cpu or --gpu-memory")
-    if options.host_bandwidth and not options.link:
-        raise CommandError("--host-bandwidth needs --link")
-    if options.ema_dtype and options.ema_decay is None:
-        raise CommandError("--ema-dtype needs --ema-decay")
-    if options.host_memory and not options.gpu_memory:
-        raise CommandError("--host-memory needs --gpu-memory")
+    on_host, muon = options.state_device, options.algorithm in OF_MATRICES
+    for option, needed, is_there in (
+        ("state_fraction", "--state-device cpu", on_host),
+        ("link", "--state-device cpu or --gpu-memory", on_host or options.gpu_memory),
+        ("host_bandwidth", "--link", options.link),
+        ("ema_dtype", "--ema-decay", options.ema_decay is not None),
+        ("host_memory", "--gpu-memory", options.gpu_memory),
+        ("rest", "--algorithm muon", muon),
+        ("not_muon", "--algorithm muon", muon),
+        ("fp32_moments", "--state-dtype int8", options.state_dtype == "int8"),
+    ):
+        if getattr(options, option) is not None and not is_there:
+            raise CommandError(f"--{option.replace('_', '-')} needs {needed}")
     if options.gpu_memory and options.plot:
         raise CommandError("--plot shows what is held, not what fits: leave out --gpu-memory")
     if options.world_size > MOST_RANKS:
         raise CommandError(f"--world-size {options.world_size:,}: expected {MOST_RANKS:,} at most")
-    if options.algorithm not in OF_MATRICES:
-        for option in ("rest", "not_muon"):
-            if getattr(options, option) is not None:
-                raise CommandError(f"--{option.replace('_', '-')} needs --algorithm muon")
-    if options.fp32_moments is not None and options.state_dtype != "int8":
-        raise CommandError("--fp32-moments needs --state-dtype int8")
     return options
 
 

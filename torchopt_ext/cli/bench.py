@@ -29,7 +29,7 @@ from torchopt_ext.cli.bench_runs import (
     summary,
     timed,
 )
-from torchopt_ext.cli.sources import from_options
+from torchopt_ext.cli.model_files import from_options
 from torchopt_ext.cli.tensors import (
     Entry,
     Source,
@@ -164,9 +164,6 @@ def run(
     }
 
 
-# ---- timing --------------------------------------------------------------------------------------
-
-
 def call_once(steps: dict[str, Call]) -> list[str]:
     """Calls each step, to allocate or compile. Removes and names the others' steps that fail."""
     failed = []
@@ -181,9 +178,6 @@ def call_once(steps: dict[str, Call]) -> list[str]:
                 failed.append(label)
             progress.add(1)
     return failed
-
-
-# ---- what is timed -------------------------------------------------------------------------------
 
 
 def peers(

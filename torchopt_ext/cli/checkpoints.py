@@ -280,8 +280,6 @@ def open_checkpoint(path: Path, only_shown: bool = False, weights: bool = False)
             meta device, and objects of classes whose code could run, which are not loaded.
         weights: whether of a folder the model's weights are meant, not the optimizer.
     """
-    if not path.exists():
-        raise CommandError(f"there is no {path}")
     whole, path = path, (weights_in if weights else optimizer_in)(path) if path.is_dir() else path
     with Progress("reading", 1):
         found: Checkpoint

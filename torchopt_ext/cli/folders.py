@@ -23,12 +23,8 @@ def optimizer_in(folder: Path) -> Path:
     """
     if (folder / METADATA).exists():
         return folder
-    found = [file for file in sorted(folder.glob("optimizer*")) if _is_state(file)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4])
-        raise CommandError(f"{folder} has {len(found)} optimizers: name one of {names}")
-    if found:
-        return found[0]
+    if found := only_file(folder, ["optimizer*"], "optimizers", _is_state):
+        return found
     if (folder / "zero_to_fp32.py").exists() or any(folder.glob("global_step*")):
         raise CommandError(
             f"{folder} is a checkpoint of DeepSpeed, whose shards are not read: its "
@@ -46,17 +42,15 @@ def weights_in(folder: Path) -> Path:
     """Returns what holds the model's weights in a folder; the folder itself if it is DCP's."""
     if (folder / METADATA).exists():
         return folder
-    found = only_file(folder, _WEIGHTS, "files of weights", lambda file: not _is_optimizer(file))
+    found = only_file(
+        folder, _WEIGHTS, "files of weights", lambda file: not file.name.startswith("optimizer")
+    )
     if found is None:
         raise CommandError(
             f"{folder} has no checkpoint: it lacks {METADATA}, optimizer.pt, optimizer.bin and "
             f"*.safetensors"
         )
     return found
-
-
-def _is_optimizer(file: Path) -> bool:
-    return file.name.startswith("optimizer")
 
 
 def _is_state(file: Path) -> bool:

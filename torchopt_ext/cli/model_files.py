@@ -1,4 +1,4 @@
-"""Models in files: headers of safetensors, and configurations of Hugging Face's transformers."""
+"""The model that options name; headers of safetensors, and configurations of transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_ext.cli.tensors import MOST_ELEMENTS, Entry, entries_of, meta
+from torchopt_ext.cli.arguments import NAMED
+from torchopt_ext.cli.tensors import (
+    MOST_ELEMENTS,
+    Entry,
+    Source,
+    alike,
+    as_dtype,
+    entries_of,
+    from_function,
+    from_text,
+    meta,
+)
 from torchopt_ext.cli.terminal import CommandError
 from torchopt_ext.statedict import safetensors
 
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 CONFIG = "config.json"
+
+
+def from_options(options: Any) -> Source:
+    """Returns the model that :func:`add_source`'s options select."""
+    model = None
+    if options.model is not None:
+        name = options.model
+        model, entries = from_function(name)
+    elif options.params is not None:
+        name, entries = f"--params {options.params}", [*map(Entry, alike(options.params))]
+    elif getattr(options, "file", None) is not None:
+        name, (model, entries) = str(options.file), from_path(options.file)
+    else:
+        name = options.shapes or NAMED
+        entries = from_text(name)
+    entries = as_dtype(entries, options.dtype)
+    if not any(entry.tensor.requires_grad for entry in entries):
+        raise CommandError(f"{name} has no trainable parameter")
+    return Source(name, entries, model)
 
 
 def from_path(path: Path) -> tuple[nn.Module | None, list[Entry]]:

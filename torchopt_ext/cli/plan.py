@@ -15,7 +15,7 @@ import torch
 from torchopt_ext.cli import fits, paths
 from torchopt_ext.cli.arguments import SHARDINGS
 from torchopt_ext.cli.estimates import Plans, by_algorithm, estimates, fullest
-from torchopt_ext.cli.sources import from_options
+from torchopt_ext.cli.model_files import from_options
 from torchopt_ext.cli.terminal import (
     WIDTH,
     CommandError,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchopt_ext.cli import bench
-from torchopt_ext.cli.sources import from_options
+from torchopt_ext.cli.model_files import from_options
 
 SMALL = ("bench", "--shapes", "20x100,2x30x40", "--seconds", "0.02")
 
