@@ -424,24 +424,6 @@ class ZeroRedundancyOptimizer(WeightsOfRanks, HookedStep, Optimizer, Joinable):
     skip_nonfinite = of_whole_steps("skip_nonfinite")
     """Whether the local FusedOptimizer skips non-finite steps. Set it on all ranks."""
 
-    def overlap_forward(self, *modules: torch.nn.Module) -> None:
-        """Lets ``step`` return before the parameters of modules, such as layers, have arrived.
-
-        Their forward, ``state_dict`` and ``load_state_dict`` wait. Call :meth:`wait_for_params`
-        before anything else reads them.
-
-        Raises:
-            ValueError: the partition is not "balanced".
-        """
-        if not isinstance(self.partition, BalancedBuckets):
-            raise ValueError("overlap_forward needs partition='balanced'")
-        self.partition.overlap_forward(modules)
-
-    def wait_for_params(self) -> None:
-        """Waits until all updated parameters have arrived (see :meth:`overlap_forward`)."""
-        if isinstance(self.partition, BalancedBuckets):
-            self.partition.wait_for_updates()
-
     @bounded
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips this rank's parts of the gradients by the norm over all ranks' parts.
