@@ -108,13 +108,9 @@ class AveragedWeights(OverlappedStep):
         self._reject_exchanged()
         super()._init_states(chooses)
 
-    def collect(self) -> Any:
+    def _expect_steppable(self) -> None:
         self._reject_exchanged()
-        return super().collect()
-
-    def _local_step(self, context: Any, again: bool = True) -> bool:
-        self._reject_exchanged()
-        return super()._local_step(context, again)
+        super()._expect_steppable()
 
     def load_ema(self, source: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """Continues with the averages of another implementation.

@@ -271,11 +271,18 @@ class Controlled:
             count = torch.where(usable, count, now)
             self._write_control({name: count})
 
+    def _wait_for_modules(self) -> None:
+        """Lets the current streams wait for steps that end during a forward (optim/overlapped.py).
+
+        Other streams may still have to wait.
+        """
+
     def _follow_moved(self) -> None:
         """Continues from counts that a program has moved here with the state."""
 
     def _count_at_least(self, steps: Iterable[Any]) -> None:
         """Raises the count of steps to the largest of parameters' step counts."""
+        self._wait_for_modules()
         counts = [torch.as_tensor(local_tensor(step)).reshape(()) for step in steps]
         for block, _ in self._blocks.values():
             done = block[_STEPS] - block[_STEPS + 1]
@@ -385,6 +392,7 @@ class Controlled:
 
     def _update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
         """Decides about a step on every device, given all squares by device (empty: no norm)."""
+        self._wait_for_modules()  # they read the last decision
         for device in self.devices:
             control, accumulator = self._block(device)
             accumulated = total[device] if total else accumulator.zero_()

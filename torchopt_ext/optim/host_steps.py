@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchopt_ext.optim.bandwidths import bandwidths
-from torchopt_ext.optim.context import IDLE, StepContext
+from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.forward_overlap import SideStream
 from torchopt_ext.optim.options import OffloadStep
 from torchopt_ext.optim.param_states import Apart
@@ -120,7 +120,7 @@ class HostSteps(PlacedStates):
         states = _bytes_of(self._needs_on_host())
         return max(1, min(_BUCKET, states // 4))  # so that three slots are less than the states
 
-    def _reject_capture(self) -> None:
+    def _expect_steppable(self) -> None:
         if self._storage.state_device is None or not is_captured():
             return
         if (path := self.offload_path) in ("host", "staged"):
@@ -128,14 +128,6 @@ class HostSteps(PlacedStates):
                 f"a graph cannot capture a step by the path {path!r}: set "
                 f"optimizer.offload_step = 'mapped' before the capture"
             )
-
-    def _local_step(self, context: StepContext, again: bool = True) -> bool:
-        self._reject_capture()
-        return super()._local_step(context, again)
-
-    def collect(self) -> Any:
-        self._reject_capture()
-        return super().collect()
 
     def _begin_on_host(self, collected: Any) -> list[tuple[int, SideStream, SideStream, Any]]:
         """Begins the copies to the host of all parts that are stepped there."""

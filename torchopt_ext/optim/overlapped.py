@@ -1,7 +1,7 @@
 """Steps that end during the next forward: pass B of a module's parameters on a second stream."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import drop_compiled_code, run_eagerly
-from torchopt_ext.optim.context import IDLE, StepContext
+from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.forward_overlap import ForwardOverlap, check_modules
 from torchopt_ext.optim.host_steps import HostSteps
 from torchopt_ext.optim.param_states import Apart
-from torchopt_ext.optim.telemetry import Telemetry
 from torchopt_ext.state.algorithms import algorithm_of
 from torchopt_ext.state.devices import is_captured
 from torchopt_ext.state.host_memory import ACCELERATORS
@@ -137,7 +136,6 @@ class OverlappedStep(HostSteps):
         self._end_on_host(begun)
 
     def _wait_for_modules(self) -> None:
-        """Waits as :meth:`wait_for_params` does. Other streams may still have to wait."""
         if self._overlap is not None:
             self._overlap.wait()
 
@@ -148,19 +146,6 @@ class OverlappedStep(HostSteps):
     def _init_states(self, chooses: Callable[[Tensor], bool]) -> None:
         self._wait_for_modules()
         super()._init_states(chooses)
-
-    def _count_at_least(self, steps: Iterable[Any]) -> None:
-        self._wait_for_modules()
-        super()._count_at_least(steps)
-
-    def _update_control(self, total: Mapping[torch.device, Tensor], context: StepContext) -> None:
-        self._wait_for_modules()  # they read the last decision
-        super()._update_control(total, context)
-
-    @property
-    def telemetry(self) -> Telemetry:
-        self._wait_for_modules()
-        return super().telemetry
 
     @run_eagerly
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -73,6 +73,7 @@ class PlannedStep(Controlled, Optimizer):
         Raises:
             RuntimeError: ``track`` is off, or no step was made with this state.
         """
+        self._wait_for_modules()
         if not self._options.track or self._built is None:
             raise RuntimeError(
                 "there is no telemetry without track=, or before the first step with this state"
@@ -188,6 +189,9 @@ class PlannedStep(Controlled, Optimizer):
     def _module_numbers(self) -> Mapping[int, int]:
         """Returns the modules with which parameters are stepped, by ids (optim/overlapped.py)."""
         return {}
+
+    def _expect_steppable(self) -> None:
+        """Raises RuntimeError if a step, or a measured norm, could not be made now."""
 
     @property
     def parts(self) -> list[NormGroup]:

@@ -47,7 +47,7 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
     try:
         if is_captured():
             _warn_of_fixed_lr(optimizers)
-        reject_tracing()
+        _expect_steppable(optimizers)
         if allows_mutation():
             show_writes(params_of(*optimizers))
         alone = len(optimizers) == 1 and context.measured is None
@@ -65,8 +65,11 @@ def fused_step(optimizers: Sequence[PlannedStep], context: StepContext = ALONE) 
         optimizers[0].rejected_steps.check()
 
 
-def reject_tracing() -> None:
-    """Raises RuntimeError if operators are recorded: a step is none, so a replay would lack it."""
+def _expect_steppable(optimizers: Sequence[PlannedStep]) -> None:
+    """Raises RuntimeError if a step cannot be made now.
+
+    That is also if operators are recorded: a step is none, so a replay would lack it.
+    """
     traced_by_jit = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if traced_by_jit or get_proxy_mode() is not None:
         raise RuntimeError(
@@ -74,6 +77,8 @@ def reject_tracing() -> None:
             "program would not update the weights: trace loss and gradients, and call step() "
             "outside, or trace torchopt_ext.ops.adam_"
         )
+    for optimizer in optimizers:
+        optimizer._expect_steppable()
 
 
 def _warn_of_fixed_lr(optimizers: Sequence[PlannedStep]) -> None:
@@ -168,7 +173,7 @@ def measure_norm(optimizers: Sequence[PlannedStep]) -> dict[torch.device, Tensor
     _begin_use(optimizers)
     built = []
     try:
-        reject_tracing()
+        _expect_steppable(optimizers)
         for optimizer in optimizers:
             built.append(optimizer.collect())
         return accumulated_norm(optimizers, context, progress)
