@@ -288,7 +288,7 @@ def answers_other_names(options_go_to: str = "") -> Callable[[Callable[P, T]], C
         def answering(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in sorted(kwargs.keys() - valid.keys()):
                 ours = meant(name, [*valid, *options])
-                hint = did_you_mean(name, [*valid, *options])
+                hint = ours and f"; did you mean {ours!r}?"
                 if ours and ours not in valid:
                     hint = f"; {ours!r} is an argument of {options_go_to}"
                 raise TypeError(
