@@ -9,7 +9,6 @@ lets torchtitan's CheckpointManager load our containers' optional entries.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from torchopt_ext.optim.context import ALONE
 from torchopt_ext.optim.embeddings import embeddings_among
 from torchopt_ext.optim.options import configures_step
 from torchopt_ext.optim.placed_states import placed_together
-from torchopt_ext.state.collective import all_gather_text
+from torchopt_ext.state.collective import all_gather_json
 from torchopt_ext.state.params import params_of
 from torchopt_ext.statedict.dcp import group_of
 
@@ -416,8 +415,7 @@ def _matched(
 def _dtypes_everywhere(here: list[set[torch.dtype]]) -> list[set[torch.dtype]]:
     """Returns the dtypes that each group's parameters have here or on another rank."""
     names = [[str(dtype).removeprefix("torch.") for dtype in dtypes] for dtypes in here]
-    every = all_gather_text(json.dumps(names), group_of(None), "comparing the parameters' dtypes")
-    ranks = [json.loads(text) for text in every]
+    ranks = all_gather_json(names, group_of(None), "comparing the parameters' dtypes")
     return [{getattr(torch, name) for rank in ranks for name in rank[i]} for i in range(len(here))]
 
 

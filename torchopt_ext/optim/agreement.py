@@ -1,6 +1,5 @@
 """Agreement of ranks that share matrices: on a step, and on which matrices have a gradient."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchopt_ext.optim.owners import number_of
-from torchopt_ext.state.collective import all_gather, all_gather_text, comm_device, compared
+from torchopt_ext.state.collective import all_gather, all_gather_json, comm_device, compared
 from torchopt_ext.state.params import named_group_params, params_of
 
 _WHAT = "agreeing on the step of matrices that ranks share"
@@ -96,7 +95,7 @@ def _difference(optimizers: Sequence[Any], group: Any) -> str:
         for position, it_has in _has_gradient(optimizer, group).items():
             numbered = f"{position} of optimizer {number}" if number else f"{position}"
             has[names[position] or numbered] = it_has
-    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(has), group, _WHAT)]
+    by_rank = all_gather_json(has, group, _WHAT)
     for name in has:
         having = [rank for rank, its in enumerate(by_rank) if its.get(name)]
         if 0 < len(having) < len(by_rank):

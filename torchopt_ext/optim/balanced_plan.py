@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from torchopt_ext import ops
@@ -20,9 +21,23 @@ def reals_of(param: Tensor) -> int:
     return 2 if param.is_complex() else 1
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Returns a dense tensor's dimensions, outermost in memory first; ascending if not dense."""
+    if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d)))
+
+
+def row_length(param: Tensor) -> int:
+    """Returns the elements per index of the outermost dimension in memory; 1 for 1-D and 0-D."""
+    if param.dim() < 2 or not param.numel():
+        return 1
+    return param.numel() // param.shape[memory_order(param)[0]]
+
+
 def plan_buckets(
     params: Sequence[Tensor],
-    rows: Sequence[int],
     world_size: int,
     bucket_elements: int | None,
     columns: Sequence[int] = (),
@@ -34,7 +49,7 @@ def plan_buckets(
     Args:
         columns: of each parameter's matrices, if their rows must stay whole (NorMuon).
     """
-    reals = reals_of(params[0])
+    reals, rows = reals_of(params[0]), [*map(row_length, params)]
     plan = ops.partition_balanced(
         [reals * param.numel() for param in params],
         [reals * row for row in rows],

@@ -216,7 +216,7 @@ def _in_buckets(groups: _ByGroup, world_size: int, options: Choices) -> Shares:
         chosen = _C.default_bucket_elements(world_size) // reals_of(alike[0])
         target = options.bucket_elements or chosen
         buckets: dict[int, list[Tensor]] = defaultdict(list)
-        layout = plan_buckets(alike, [*map(_row_length, alike)], 1, target)
+        layout = plan_buckets(alike, 1, target)
         for param, bucket in zip(alike, layout.buckets, strict=True):
             buckets[bucket].append(param)
         same: dict[tuple[Any, ...], list[list[Tensor]]] = defaultdict(list)
@@ -225,7 +225,7 @@ def _in_buckets(groups: _ByGroup, world_size: int, options: Choices) -> Shares:
         for own, *others in same.values():
             count = 1 + len(others)
             columns = [options.columns[p] for p in own if p in options.columns]
-            plan = plan_buckets(own, [*map(_row_length, own)], world_size, 1 << 53, columns)
+            plan = plan_buckets(own, world_size, 1 << 53, columns)
             (cuts,) = plan.cuts
             sizes = [hi - lo for lo, hi in itertools.pairwise(cuts)]
             # Room for the last rank to send as much as others.
@@ -242,10 +242,6 @@ def _in_buckets(groups: _ByGroup, world_size: int, options: Choices) -> Shares:
                     ends = [start, *cuts[first + 1 : last], end]
                     shares.add(param, first, [at - start for at in ends], count)
     return shares
-
-
-def _row_length(param: Tensor) -> int:
-    return param.numel() // param.shape[0] if param.dim() > 1 and param.numel() else 1
 
 
 def _rows(groups: _ByGroup, world_size: int, options: Choices) -> Shares:

@@ -285,12 +285,10 @@ def converted(name: str, value: Any, param: Tensor, storage: Storage, held: Any 
             return {k: converted(k, v, param, storage) for k, v in value.items()}
         return copy.deepcopy(value)
     dtype = value.dtype
-    if name in BY_ROW:
+    if name in BY_ROW or name in SCALES:
         dtype = torch.float32
     elif name in MOMENTS:
         dtype = storage.float_dtype(param)
-    elif name in SCALES:
-        dtype = torch.float32
     elif name == EMA:
         dtype = storage.average_dtype(param) or dtype
     elif name not in MASTERS and value.is_floating_point() and not param.is_complex():

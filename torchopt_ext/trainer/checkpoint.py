@@ -4,11 +4,11 @@ Interface and keys are those of torchtitan (torchtitan/components/checkpoint.py)
 torch.distributed.checkpoint (DCP) writes and reads.
 """
 
-import json
 import logging
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torchopt_ext.state.collective import all_gather_text, fail_together, raise_together
+from torchopt_ext.state.collective import all_gather_json, fail_together, raise_together
 from torchopt_ext.statedict import dcp
 from torchopt_ext.trainer import checkpoint_files as files
 from torchopt_ext.trainer import checkpoint_states as states_of
@@ -159,7 +159,7 @@ class CheckpointManager:
             return
         self._finish_pending(raises=True)
         if not force and curr_step != 1:
-            self._delayed = any(self._everyones(skipping, "whether a save is due"))
+            self._delayed = any(all_gather_json(skipping, self._group, "whether a save is due"))
             if self._delayed:
                 return
         last = force and (ended or curr_step >= self._last_step)
@@ -261,7 +261,7 @@ class CheckpointManager:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-            every = self._everyones(writer.fs.written, "listing a checkpoint's files")
+            every = all_gather_json(writer.fs.written, self._group, "listing a checkpoint's files")
             written = {name: file for of_rank in every for name, file in of_rank.items()}
             manifest = Manifest(step=step, contents=contents, files=written)
             with fail_together(self._group):
@@ -372,7 +372,8 @@ class CheckpointManager:
             return self._checked(self.folder / f"step-{step}", step, step == 0)
         candidates = files.steps(self.folder)
         listed = [s for s in candidates if (self.folder / f"step-{s}" / MANIFEST).exists()]
-        candidates, listed = self._everyones([candidates, listed], "choosing a checkpoint")[0]
+        found = all_gather_json([candidates, listed], self._group, "choosing a checkpoint")
+        candidates, listed = found[0]
         refused = []
         for candidate in candidates:
             checkpoint = self.folder / f"step-{candidate}"
@@ -441,7 +442,7 @@ class CheckpointManager:
                 of_rank = self._positions[RNG].names
                 states[RNG] = {name: None for name in states[RNG] if name in of_rank}
         if model:
-            names = {n for each in self._everyones([*model], "comparing models") for n in each}
+            names = {*chain(*all_gather_json([*model], self._group, "comparing models"))}
             others = sorted(states_of.model_tensors(metadata).keys() - names)
             if self._rank == 0 and others:
                 text = "%s has entries that the job's model lacks, and that are not loaded: %s"
@@ -475,10 +476,6 @@ class CheckpointManager:
         optimizers = self._states[OPTIMIZER]
         if model and not optimizer and hasattr(optimizers, "refresh_masters"):
             optimizers.refresh_masters()  # those that exist are of the weights before
-
-    def _everyones(self, value: Any, what: str) -> list[Any]:
-        """Returns all ranks' values, which must be of JSON's types. Errors name `what`."""
-        return [json.loads(text) for text in all_gather_text(json.dumps(value), self._group, what)]
 
     def _log(self, did: str, checkpoint: Path, contents: str, begin: float) -> None:
         size = sum(path.stat().st_size for path in checkpoint.iterdir()) / 1e6

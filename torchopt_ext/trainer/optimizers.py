@@ -1,6 +1,5 @@
 """Builds a job's optimizers, which clip in their step if they can."""
 
-import json
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from torchopt_ext.containers.build import (
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.fp32_moments import fp32_params, is_8_bit
 from torchopt_ext.optim.groups import KINDS, expect_found, params_matching
-from torchopt_ext.state.collective import all_gather_text, fail_together
+from torchopt_ext.state.collective import all_gather_json, fail_together
 from torchopt_ext.state.entries import unwrapped
 from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error, expect_multiple
 from torchopt_ext.trainer.parallel_dims import ParallelDims
@@ -134,11 +133,11 @@ def build_for_stage(
         for name, param in part.named_parameters(remove_duplicate=False)
         if param.requires_grad
     ]
-    every = all_gather_text(json.dumps(dtypes), process_group, "comparing pipeline stages")
+    every = all_gather_json(dtypes, process_group, "comparing pipeline stages")
     named = [
         (name, nn.Parameter(torch.empty(0, dtype=getattr(torch, dtype))))
-        for text in every
-        for name, dtype in json.loads(text)
+        for of_stage in every
+        for name, dtype in of_stage
     ]
     if not named:
         raise ConfigError("no parameter of the model is trainable")

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from torchopt_ext import _C
 from torchopt_ext._torch import version
-from torchopt_ext.optim.balanced_plan import SHORT_ROW, plan_buckets, reals_of
+from torchopt_ext.optim.balanced_plan import SHORT_ROW, plan_buckets, reals_of, row_length
 from torchopt_ext.optim.weak_hooks import WeakHook, handles_of
 from torchopt_ext.state.collective import collective, wait
 from torchopt_ext.state.params import params_of
 from torchopt_ext.state.pieces import Cut, matrix_sizes, pieces_of_run
 from torchopt_ext.state.quantized import keep_float_moments
 from torchopt_ext.zero.parameters import Parameters
-from torchopt_ext.zero.part import Bucket, Part, memory_order, view_in
+from torchopt_ext.zero.part import Bucket, Part, view_in
 from torchopt_ext.zero.ranks import RETURNING, Ranks
 from torchopt_ext.zero.reducer import IN_FLIGHT, Reducer
 
@@ -113,11 +113,10 @@ class BalancedBuckets:
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
         parts: dict[Tensor, list[Tensor]] = {}
         for (device, dtype, _), alike in kinds.items():
-            rows = [row_length(param) for param in alike]
             columns = []
             if muon is not None and muon.get("beta2"):
                 columns = [matrix_sizes(muon, param.shape)[2] for param in alike]
-            plan = plan_buckets(alike, rows, self.ranks.size, self.bucket_elements, columns)
+            plan = plan_buckets(alike, self.ranks.size, self.bucket_elements, columns)
             laid = list(zip(alike, plan.buckets, plan.starts, strict=True))
             for number, cuts in enumerate(plan.cuts):  # one bucket at a time is in memory twice
                 window = max(hi - lo for lo, hi in itertools.pairwise(cuts))
@@ -336,13 +335,6 @@ class BalancedBuckets:
         if flying := list(self._updates_in_flight):
             params = set(module.parameters())
             self.wait_for_updates(b for b in flying if not params.isdisjoint(b.places))
-
-
-def row_length(param: Tensor) -> int:
-    """Returns the elements per index of the outermost dimension in memory; 1 for 1-D and 0-D."""
-    if param.dim() < 2 or not param.numel():
-        return 1
-    return param.numel() // param.shape[memory_order(param)[0]]
 
 
 def pieces(param: Tensor, begin: int, end: int) -> Iterator[tuple[int, int, list[int] | None]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchopt_ext.state.collective import (
     all_gather,
+    all_gather_json,
     all_gather_text,
     collective,
     comm_device,
@@ -91,12 +92,11 @@ def check_same(descriptions: Sequence[str], what: str, group: dist.ProcessGroup)
     same, ranks exchange only a count and a digest.
     """
     purpose = f"comparing the {what} of the ranks"
-    text = json.dumps(list(descriptions))
-    mine = torch.tensor([len(descriptions), compared(text)])
+    mine = torch.tensor([len(descriptions), compared(list(descriptions))])
     first, *others = all_gather(mine, group, purpose)
     if all(torch.equal(first, other) for other in others):
         return
-    lists: list[list[str]] = [json.loads(t) for t in all_gather_text(text, group, purpose)]
+    lists: list[list[str]] = all_gather_json(list(descriptions), group, purpose)
     for position, of_ranks in enumerate(zip_longest(*lists)):
         if len(set(of_ranks)) > 1:
             # Group ranks by description, because there may be hundreds of ranks.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext import _C
+from torchopt_ext.optim.balanced_plan import memory_order
 from torchopt_ext.state.by_row import BY_ROW, row_shape, rows_shape
 from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.state.quantized import SCALES, can_quantize, groups_before, scale_shape
@@ -83,14 +84,6 @@ class Part:
     @property
     def is_whole(self) -> bool:
         return self.tensor.shape == self.like.shape and self.end - self.begin == self.like.numel()
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Returns a dense tensor's dimensions, outermost in memory first; ascending if not dense."""
-    if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tuple(range(tensor.dim()))
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d], d)))
 
 
 def element_order(tensor: Tensor) -> list[int]:

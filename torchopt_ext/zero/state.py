@@ -4,7 +4,6 @@ Their keys and shapes are the unsharded optimizer's, so any world size, either p
 unsharded optimizer can load them. In a checkpoint every rank writes and reads its own parts.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._torch import GET_STATE, is_called_by
-from torchopt_ext.state.collective import all_gather_text, fail_together
+from torchopt_ext.state.collective import all_gather_json, fail_together
 from torchopt_ext.state.entries import CONTROL_KEY, control_entry
 from torchopt_ext.state.matrices import without_functions
 from torchopt_ext.state.params import params_of
@@ -152,8 +151,7 @@ def commit(local: LocalOptimizer, loaded: Loaded) -> bool:
     # A fused optimizer's step count is the same on all ranks.
     before = largest_step(optimizer.state.values()) if local.is_fused else 0
     has_state = any(slot.entry for slot in loaded.slots)
-    text = json.dumps([loaded.control, loaded.counted, before, has_state])
-    of_ranks = [json.loads(t) for t in all_gather_text(text, group)]
+    of_ranks = all_gather_json([loaded.control, loaded.counted, before, has_state], group)
     controls, counted, steps, have_state = zip(*of_ranks, strict=True)
     with fail_together(group):
         if local.is_fused:

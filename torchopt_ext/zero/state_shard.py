@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchopt_ext._torch import make_wrapper_subclass
-from torchopt_ext.zero.part import Part, in_memory_order, memory_order
+from torchopt_ext.optim.balanced_plan import memory_order
+from torchopt_ext.zero.part import Part, in_memory_order
 
 _SHARD_BY_SHARD = {
     *("clone.default", "detach.default", "_to_copy.default"),

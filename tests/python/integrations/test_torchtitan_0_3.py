@@ -395,11 +395,11 @@ def test_pipeline_stages_judge_options_together(monkeypatch):
     """A stage that raised alone would leave the others waiting in the collective."""
     sent = []
 
-    def all_gather_text(text, *_):
-        sent.append(text)
+    def all_gather_json(value, *_):
+        sent.append(value)
         return sent
 
-    monkeypatch.setattr(ours, "all_gather_text", all_gather_text)
+    monkeypatch.setattr(ours, "all_gather_json", all_gather_json)
     for _ in range(2):
         with pytest.raises(ValueError, match="master_weights has no effect"):
             build(ours, model(), master_weights="fp32")

@@ -142,8 +142,8 @@ def test_rows_that_stay_whole(
     params = [torch.empty(shape, device="meta") for shape in shapes]
     rows = [math.prod(shape[1:]) if math.prod(shape) else 1 for shape in shapes]
     widths = [shape[-1] for shape in shapes]
-    free = plan_buckets(params, rows, world_size, bucket_elements)
-    buckets, starts, lengths, cuts = plan_buckets(params, rows, world_size, bucket_elements, widths)
+    free = plan_buckets(params, world_size, bucket_elements)
+    buckets, starts, lengths, cuts = plan_buckets(params, world_size, bucket_elements, widths)
     assert (buckets, starts, lengths) == free[:3]
     for b, (edges, length) in enumerate(zip(cuts, lengths, strict=True)):
         places = {0, length}
