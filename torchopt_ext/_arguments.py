@@ -11,11 +11,7 @@ from torch.optim import Optimizer
 
 
 def expect_numbers(**values: Any) -> None:
-    """Rejects values that are not one number, such as ``1e-3``, which YAML reads as a string.
-
-    Raises:
-        TypeError, ValueError: a value is not a number, or is a tensor with several elements.
-    """
+    """Rejects values that are not one number, such as ``1e-3``, which YAML reads as a string."""
     for name, value in values.items():
         if not hasattr(value, "__float__"):
             raise TypeError(f"{name} is {value!r:.200}, expected a number")
@@ -24,11 +20,7 @@ def expect_numbers(**values: Any) -> None:
 
 
 def expect_counts(**values: Any) -> None:
-    """Rejects values that are not integers of 64 bits, signed or unsigned.
-
-    Raises:
-        TypeError, ValueError: a value is not an integer, or has more than 64 bits.
-    """
+    """Rejects values that are not integers of 64 bits, signed or unsigned."""
     for name, value in values.items():
         try:
             count = operator.index(value)
@@ -39,11 +31,7 @@ def expect_counts(**values: Any) -> None:
 
 
 def expect_bools(**values: Any) -> None:
-    """Rejects values that do not equal True or False, such as "no", which counts as true.
-
-    Raises:
-        TypeError: a value equals neither True nor False.
-    """
+    """Rejects values that do not equal True or False, such as "no", which counts as true."""
     for name, value in values.items():
         if value not in (True, False):
             raise TypeError(f"{name} is {value!r:.200}, expected a bool")
@@ -96,11 +84,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def expect_params(params: Any) -> None:
-    """Rejects what is neither parameters nor param groups, such as a model or a dict.
-
-    Raises:
-        TypeError: the value is neither.
-    """
+    """Rejects what is neither parameters nor param groups, such as a model or a dict."""
     is_model = isinstance(params, torch.nn.Module)
     is_dict = isinstance(params, Mapping)
     if not is_model and not is_dict and isinstance(params, Iterable):
@@ -115,11 +99,7 @@ def expect_params(params: Any) -> None:
 
 
 def expect_group(process_group: Any, name: str = "process_group") -> None:
-    """Rejects values that are neither None nor a process group, such as a mesh dimension's name.
-
-    Raises:
-        TypeError: the value is neither.
-    """
+    """Rejects values that are neither None nor a process group, such as a mesh dimension's name."""
     if process_group is None or isinstance(process_group, torch.distributed.ProcessGroup):
         return
     raise TypeError(

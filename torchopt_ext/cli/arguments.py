@@ -87,9 +87,6 @@ def file_or_count(text: str) -> int | Path:
         ) from None
 
 
-# ---- plan ----------------------------------------------------------------------------------------
-
-
 def plan(args: list[str]) -> argparse.Namespace:
     command = Parser(
         "plan",
@@ -206,9 +203,6 @@ def _checked_plan(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-# ---- schedule ------------------------------------------------------------------------------------
-
-
 MOST_STEPS = 10_000_000
 """Limit of the steps, because every step's rate is computed."""
 
@@ -290,9 +284,6 @@ def schedule(args: list[str]) -> argparse.Namespace:
         raise CommandError("give --steps, or a job by --config")
     expect_paths(*options.config)
     return options
-
-
-# ---- bench ---------------------------------------------------------------------------------------
 
 
 def bench(args: list[str]) -> argparse.Namespace:
@@ -439,9 +430,6 @@ def convert(args: list[str]) -> argparse.Namespace:
         )
     expect_paths(options.input, options.weights)
     return options
-
-
-# ---- info ----------------------------------------------------------------------------------------
 
 
 def info(args: list[str]) -> argparse.Namespace:

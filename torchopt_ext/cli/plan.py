@@ -158,7 +158,11 @@ def as_text(name: str, groups: list[dict[str, Any]], plans: Plans, options: Any)
     named = dict(zip(HELD, ("weights", "grads", "masters", "moments", "EMA"), strict=True))
     if options.ema_decay is None:
         del named["averages"]
-    cells = functools.partial(_cells, columns=[*named, "held", "moved", "sent"], scale=scale)
+
+    def cells(rank: RankBytes) -> list[str]:
+        counts = (getattr(rank, column) for column in (*named, "held", "moved", "sent"))
+        return [figures(count / scale) for count in counts]
+
     columns = [*named.values(), "held", "moved", "sent"]
     header = ["", *columns, *(key.removesuffix("_seconds") for key, _ in times["ddp"])]
     rows = [
@@ -232,10 +236,6 @@ def about_muon(plans: Plans) -> list[str]:
             text += f"; on the rank with most, {', '.join(divided)}"
         lines += ["", *textwrap.wrap(text, WIDTH)]
     return lines
-
-
-def _cells(rank: RankBytes, columns: list[str], scale: float) -> list[str]:
-    return [figures(getattr(rank, name) / scale) for name in columns]
 
 
 def draw(name: str, plans: Plans, path: Path) -> None:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from torchopt_ext import ops
 from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
-from torchopt_ext.containers.optimizers import ClipsInStep, OptimizersContainer, fused_of
+from torchopt_ext.containers.optimizers import ClipsInStep, OptimizersContainer
+from torchopt_ext.containers.weights import fused_of
 from torchopt_ext.optim import FusedOptimizer
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.step import measure_norm

@@ -20,7 +20,7 @@ from torchopt_ext.containers.arguments import (
     trainable_parameters,
     with_fp32_moments,
 )
-from torchopt_ext.containers.averages import AveragesOfParts
+from torchopt_ext.containers.weights import WeightsOfParts, fused_of
 from torchopt_ext.optim import FusedOptimizer, fused_step
 from torchopt_ext.optim.context import StepContext
 from torchopt_ext.optim.control import ControlView
@@ -40,12 +40,11 @@ from torchopt_ext.optim.joint import has_own_step
 from torchopt_ext.optim.muon_routing import keys_by_route
 from torchopt_ext.optim.options import answers_other_names
 from torchopt_ext.optim.owners import number_matrices
-from torchopt_ext.optim.placed_states import move_states, placed_together
+from torchopt_ext.optim.placed_states import placed_together
 from torchopt_ext.state.entries import BY_NAME, unwrapped
-from torchopt_ext.state.params import find_param, params_of, take_replaced
+from torchopt_ext.state.params import params_of, take_replaced
 from torchopt_ext.statedict import dcp, flat
 from torchopt_ext.statedict.loaded import expect_dict
-from torchopt_ext.statedict.weights import read_weights
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -58,7 +57,7 @@ class ClipsInStep(Protocol):
     def _forget(self) -> None: ...
 
 
-class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Generic[T]):
+class OptimizersContainer(WeightsOfParts, HookedStep, Optimizer, Stateful, Generic[T]):
     """Holds one optimizer per model part, with the interface of one optimizer.
 
     Frozen parameters (`requires_grad` False) are left out. A part with nothing to train gets an
@@ -296,65 +295,6 @@ class OptimizersContainer(AveragesOfParts, HookedStep, Optimizer, Stateful, Gene
         names = self._parameter_names()
         return dcp.buffers_by_key({f"state.{fqn}": param for param, fqn in names.items()})
 
-    def refresh_masters(self, from_: Mapping[Any, torch.Tensor] | None = None) -> None:
-        """Sets all parts' masters as :meth:`torchopt_ext.FusedAdamW.refresh_masters` does.
-
-        Args:
-            from_: float32 weights by parameter, or by name in the state dict. All weights are
-                checked before any is set.
-        """
-        fused = fused_of(self.optimizers)
-        if from_ is None:
-            for optimizer in fused:
-                optimizer.refresh_masters()
-            return
-        owner = {p: o for o in fused for p in params_of(o)}
-        replaced = [(optimizer, take_replaced(optimizer)) for optimizer in fused]
-        try:
-            named = [(fqn, param) for param, fqn in self._parameter_names().items()]
-            pairs = read_weights(from_, named, lambda p: p in owner and owner[p]._keeps_master(p))
-        except BaseException:
-            for optimizer, entries in replaced:
-                optimizer.state.update(entries)
-            raise
-        for optimizer in fused:
-            optimizer._set_weights_and_state([p for p in pairs if owner.get(p[0]) is optimizer])
-
-    def scale_(self, param: torch.Tensor | str, factors: torch.Tensor) -> None:
-        """Multiplies rows of a weight as :meth:`torchopt_ext.FusedAdamW.scale_` does.
-
-        Args:
-            param: a parameter, or its name in the state dict.
-
-        Raises:
-            AttributeError: no inner optimizer is a fused one.
-            TypeError, ValueError: as FusedAdamW's.
-        """
-        holders = {own: optimizer for optimizer in self._fused() for own in params_of(optimizer)}
-        names = self._parameter_names()
-        _, own = find_param(self, param, ((names.get(own, ""), own) for own in holders))
-        holders[own].scale_(own, factors)
-
-    def move_state(self, device: torch.device | str | None) -> None:
-        """Moves all parts' states as :meth:`torchopt_ext.FusedAdamW.move_state` does.
-
-        ``state_fraction`` counts over all parts.
-
-        Raises:
-            AttributeError: no inner optimizer is a fused one.
-            ValueError, RuntimeError: as FusedAdamW's. Nothing has changed.
-        """
-        move_states(self._fused(), device, self)
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes of all parts' states that lie in page-locked memory of the host.
-
-        Raises:
-            AttributeError: no inner optimizer is a fused one.
-        """
-        return sum(optimizer.host_bytes for optimizer in self._fused())
-
     def init_cache_state_dict(self) -> None:
         """Does nothing: only a fault-tolerant container caches its state dict."""
 
@@ -458,11 +398,6 @@ def check_compat(compat: Any) -> str | None:
     if compat not in (None, "torchtitan"):
         raise ValueError(f"Invalid compat: {compat!r}, expected None or 'torchtitan'")
     return compat
-
-
-def fused_of(optimizers: Sequence[Optimizer]) -> list[FusedOptimizer]:
-    """Returns the optimizers that step by the engine."""
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
 
 
 def jointly_decided(optimizers: Sequence[Optimizer], context: StepContext) -> list[FusedOptimizer]:

@@ -64,11 +64,7 @@ def was_skipped(optimizers: Sequence[Controlled], scaled: bool) -> bool:
 
 
 def expect_first(mixin: type, cls: type, method: str) -> None:
-    """Rejects a class whose bases hide the mixin's method.
-
-    Raises:
-        TypeError: A base class with this method, but without the mixin, comes before the mixin.
-    """
+    """Rejects a class with a base before the mixin that has this method, and hides the mixin's."""
     order = cls.__mro__
     for base in order[: order.index(mixin)]:
         if method in vars(base) and not issubclass(base, mixin):

@@ -34,7 +34,7 @@ from torchopt_ext.containers.build import (
 )
 from torchopt_ext.containers.deferred_clipping import defer_clipping
 from torchopt_ext.containers.lr_schedulers import schedule_from_config
-from torchopt_ext.containers.optimizers import fused_of
+from torchopt_ext.containers.weights import fused_of
 from torchopt_ext.integrations.checkpoints import patch_dcp_load
 from torchopt_ext.integrations.tested import warn_if_untested
 from torchopt_ext.integrations.torchtitan_clipping import take_over, watch

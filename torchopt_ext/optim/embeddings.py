@@ -19,11 +19,9 @@ def embeddings_of(objects: Iterable[Any]) -> set[Tensor]:
     return {weight for weight in weights if weight is not None}
 
 
-def _of_process() -> Collection[Tensor]:
-    return embeddings_of(gc.get_objects())
-
-
-_search: ContextVar[Callable[[], Collection[Tensor]]] = ContextVar("search", default=_of_process)
+_search: ContextVar[Callable[[], Collection[Tensor]]] = ContextVar(
+    "search", default=lambda: embeddings_of(gc.get_objects())
+)
 
 
 @contextmanager

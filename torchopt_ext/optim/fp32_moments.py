@@ -16,12 +16,7 @@ EMBEDDINGS: tuple[str, ...] = ("embedding",)
 
 
 def check_chosen(chosen: Any) -> None:
-    """Rejects a value that cannot be ``fp32_moments``.
-
-    Raises:
-        TypeError: the value is not a collection of strings and tensors.
-        ValueError: a string is not a regular expression.
-    """
+    """Rejects what is no collection of tensors and regular expressions, as ``fp32_moments`` is."""
     if isinstance(chosen, str | Tensor) or not isinstance(chosen, Collection):
         raise TypeError(
             f"fp32_moments is {chosen!r:.200}, expected a sequence such as {EMBEDDINGS}, of "

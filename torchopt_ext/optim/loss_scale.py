@@ -58,16 +58,7 @@ def scale_settings(**arguments: float | None) -> dict[str, float]:
 
 
 def expect_scale(name: str, scale: float, settings: Mapping[str, float]) -> None:
-    """Rejects an initial scale that fails :func:`is_scale` or is outside the settings' limits.
-
-    Args:
-        name: the argument's name.
-        settings: from :func:`scale_settings`.
-
-    Raises:
-        TypeError: the scale is not a number.
-        ValueError: the scale is out of range; the message has the limits.
-    """
+    """Rejects an initial scale that fails :func:`is_scale` or is outside the settings' limits."""
     expect_numbers(**{name: scale})
     low = max(settings["min_scale"], SMALLEST_SCALE)
     high = min(settings["max_scale"] or LARGEST_SCALE, LARGEST_SCALE)

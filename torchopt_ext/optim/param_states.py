@@ -63,11 +63,7 @@ def moments_of(
 
 
 def reject_incomplete(what: str | int, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Rejects a state that has a step count and lacks a moment, or has codes and lacks scales.
-
-    Raises:
-        ValueError: an entry is missing; the message names the parameter.
-    """
+    """Rejects a state that has a step count and lacks a moment, or has codes and lacks scales."""
     if "step" in state:
         required = [STATES[name] for name in algorithm_of(group).required]
         coded = [entry for of in required for entry in (of.codes, of.scale)]

@@ -225,11 +225,7 @@ def expect_keys(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_values(group: Mapping[str, Any]) -> None:
-    """Rejects hyperparameters of a group that are of a wrong type or out of range.
-
-    Raises:
-        TypeError, ValueError: as :func:`numbers_of`, or a value is out of range.
-    """
+    """Rejects hyperparameters of a group that are of a wrong type or out of range."""
     numbers, lr = numbers_of(group), group.get("lr", 0.0)
     if not isinstance(lr, Tensor) and lr < 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")

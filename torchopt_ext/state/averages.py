@@ -76,7 +76,8 @@ def exchanged(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
 
 
 def _swap(param: Tensor, average: Tensor) -> None:
-    if not _is_dense_alike(param, average):
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    if not is_dense or param.stride() != average.stride():
         kept = average.clone()
         average.copy_(param)  # first, because an expanded tensor raises
         param.copy_(kept)
@@ -87,8 +88,3 @@ def _swap(param: Tensor, average: Tensor) -> None:
         kept = one[block].clone()
         one[block] = other[block]
         other[block] = kept
-
-
-def _is_dense_alike(param: Tensor, average: Tensor) -> bool:
-    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
-    return bool(dense) and param.stride() == average.stride()
