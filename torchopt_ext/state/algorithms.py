@@ -111,15 +111,6 @@ class Algorithm:
         """Returns the states that the parameters of a group have."""
         return [state for state in self.states if state.when is None or group.get(state.when)]
 
-    def arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a group's values as arguments of the operator."""
-        values = {**self.defaults, **group}
-        return {
-            hyper.name: values[hyper.key] if hyper.index < 0 else values[hyper.key][hyper.index]
-            for hyper in self.hypers
-            if hyper.in_operator
-        }
-
 
 ALGORITHMS = {
     name: Algorithm(name, tuple(Hyper(*h) for h in hypers), tuple(State(*s) for s in states), whole)

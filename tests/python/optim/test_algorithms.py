@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchopt_ext import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD, digest, ops
 from torchopt_ext.optim.joint import JointStep, only_param
-from torchopt_ext.state.algorithms import ALGORITHMS
+from torchopt_ext.state.algorithms import ALGORITHMS, Algorithm
 from torchopt_ext.zero import ZeroRedundancyOptimizer
 
 from ...support.compare import assert_same_bits, snapshot
@@ -77,12 +77,22 @@ def test_the_first_step_and_a_change_of_momentum() -> None:
     assert (before - param).tolist() == pytest.approx([1.0] * 3)
 
 
+def arguments_of(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group's values as arguments of the algorithm's operator."""
+    values = {**algorithm.defaults, **group}
+    return {
+        hyper.name: values[hyper.key] if hyper.index < 0 else values[hyper.key][hyper.index]
+        for hyper in algorithm.hypers
+        if hyper.in_operator
+    }
+
+
 def test_declarations() -> None:
     """What is declared is what steps read: an operator and defaults that build."""
     for name, algorithm in ALGORITHMS.items():
         schema = getattr(torch.ops.torchopt_ext, f"{name}_").default._schema
         arguments = {argument.name for argument in schema.arguments}
-        assert algorithm.arguments({}).keys() <= arguments
+        assert arguments_of(algorithm, {}).keys() <= arguments
         assert {f"{state.name}s" for state in algorithm.states} <= arguments
         optimizer = FusedOptimizer(make_params([(3, 4)]), algorithm=name, lr=0.1)
         assert optimizer.param_groups[0]["lr"] == 0.1
@@ -96,7 +106,7 @@ def test_operators(name: str, kwargs: dict[str, float]) -> None:
     optimizer = FusedOptimizer(params, algorithm=name, lr=1e-2, **kwargs)
     states = [[torch.zeros_like(p) for p in others] for _ in algorithm.states]
     steps = [torch.zeros(()) for _ in others]
-    arguments = algorithm.arguments(optimizer.param_groups[0])
+    arguments = arguments_of(algorithm, optimizer.param_groups[0])
     operator, control = getattr(torch.ops.torchopt_ext, f"{name}_").default, ops.new_control("cpu")
     for seed in range(3):
         train(optimizer, [seed])
