@@ -30,11 +30,7 @@ from torchopt_ext.cli.bench_runs import (
     timed,
 )
 from torchopt_ext.cli.model_files import from_options
-from torchopt_ext.cli.tensors import (
-    Entry,
-    Source,
-    as_modules,
-)
+from torchopt_ext.cli.tensors import Entry, Source, as_modules
 from torchopt_ext.cli.terminal import (
     WIDTH,
     CommandError,

@@ -31,13 +31,7 @@ from torchopt_ext.cli.checkpoints import (
     open_checkpoint,
 )
 from torchopt_ext.cli.tensors import DTYPES
-from torchopt_ext.cli.terminal import (
-    CommandError,
-    Progress,
-    check_output,
-    size,
-    written,
-)
+from torchopt_ext.cli.terminal import CommandError, Progress, check_output, size, written
 from torchopt_ext.cli.weights import Weights
 from torchopt_ext.optim.groups import params_matching
 from torchopt_ext.state.algorithms import STATES

@@ -12,11 +12,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
-from torchopt_ext.integrations.clipping import (
-    clipping_optimizers,
-    set_threshold,
-    was_skipped,
-)
+from torchopt_ext.integrations.clipping import clipping_optimizers, set_threshold, was_skipped
 from torchopt_ext.mixed_precision import GradScaler
 from torchopt_ext.optim.control import ControlView
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_ext._arguments import expect_params, having_defaults, restored_if_raised
-from torchopt_ext._torch import (
-    run_eagerly,
-)
+from torchopt_ext._torch import run_eagerly
 from torchopt_ext.optim.casts import fp32_places, warn_of_casts
 from torchopt_ext.optim.embeddings import reject_embeddings, searched_once
 from torchopt_ext.optim.estimate import estimate
@@ -32,11 +30,7 @@ from torchopt_ext.state.algorithms import (
 )
 from torchopt_ext.state.masters import refresh_master, row_factors, scale_weight, set_weight
 from torchopt_ext.state.matrices import fix_settings, matrices_of
-from torchopt_ext.state.params import (
-    find_param,
-    named_params,
-    params_of,
-)
+from torchopt_ext.state.params import find_param, named_params, params_of
 from torchopt_ext.state.pieces import marked_cut
 from torchopt_ext.statedict.weights import read_weights
 

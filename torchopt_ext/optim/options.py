@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc  # torch requires this package
 
-from torchopt_ext._arguments import (
-    expect_bools,
-    expect_counts,
-    expect_group,
-    expect_numbers,
-)
+from torchopt_ext._arguments import expect_bools, expect_counts, expect_group, expect_numbers
 from torchopt_ext._names import SAME, did_you_mean, meant
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, check_chosen
 from torchopt_ext.optim.telemetry import TRACKED, track_bits

@@ -19,21 +19,14 @@ from torchopt_ext._torch import (
 )
 from torchopt_ext.optim.chosen_moments import ChosenMoments
 from torchopt_ext.optim.hooks import run_hooks
-from torchopt_ext.state.algorithms import (
-    algorithm_of,
-    defaults_beside,
-)
+from torchopt_ext.state.algorithms import algorithm_of, defaults_beside
 from torchopt_ext.state.by_row import BY_ROW
 from torchopt_ext.state.collective import fail_together_in
 from torchopt_ext.state.entries import ABSENT, CONTROL_KEY, control_entry, converted, forms_of
 from torchopt_ext.state.host_memory import HostMemory, is_on_host
 from torchopt_ext.state.local import local_tensor, mesh_groups
 from torchopt_ext.state.matrices import fix_settings, without_functions
-from torchopt_ext.state.params import (
-    drop_replaced,
-    named_group_params,
-    params_of,
-)
+from torchopt_ext.state.params import drop_replaced, named_group_params, params_of
 from torchopt_ext.state.quantized import SCALES, fit_moments
 from torchopt_ext.state.storage import REMAINDER, with_own_steps
 from torchopt_ext.statedict.loaded import (

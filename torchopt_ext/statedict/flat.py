@@ -23,11 +23,7 @@ from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, HYPERS, algorithm_in
 from torchopt_ext.state.entries import BESIDE, CONTROL_KEY, MASTERS, plain
 from torchopt_ext.state.matrices import FUNCTIONS
 from torchopt_ext.state.params import drop_replaced, params_of
-from torchopt_ext.state.quantized import (
-    OTHER_FORM,
-    fit_moments,
-    has_codes,
-)
+from torchopt_ext.state.quantized import OTHER_FORM, fit_moments, has_codes
 from torchopt_ext.state.storage import EMA, Storage, is_steppable
 from torchopt_ext.statedict.loaded import Slot, invalid, largest_step, raise_problems
 

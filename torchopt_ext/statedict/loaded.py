@@ -38,13 +38,7 @@ from torchopt_ext.state.entries import (
 )
 from torchopt_ext.state.local import PLAIN, local_tensor, on_mesh_of
 from torchopt_ext.state.matrices import FUNCTIONS, matrices_of
-from torchopt_ext.state.quantized import (
-    CODES,
-    OTHER_FORM,
-    SCALES,
-    code_problems,
-    has_codes,
-)
+from torchopt_ext.state.quantized import CODES, OTHER_FORM, SCALES, code_problems, has_codes
 from torchopt_ext.state.storage import Storage
 
 # Options of a group in any version of torch.

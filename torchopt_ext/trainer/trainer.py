@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchopt_ext.containers import OptimizersInBackwardContainer
 from torchopt_ext.trainer import distributed, ft
 from torchopt_ext.trainer.checkpoint import CheckpointManager
-from torchopt_ext.trainer.config import (
-    ConfigError,
-    JobConfig,
-    as_config_error,
-)
+from torchopt_ext.trainer.config import ConfigError, JobConfig, as_config_error
 from torchopt_ext.trainer.extras import import_custom
 from torchopt_ext.trainer.forward_pass import ForwardPass, Validator
 from torchopt_ext.trainer.load_config import check_supported
