@@ -51,12 +51,25 @@ struct Avx2Words : VectorWords<32> {
   static reg unpack_high(reg low, reg high) { return _mm256_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm256_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm256_packs_epi32(a, b); }
+  // Sets `a` to the lower and `b` to the upper halves of both.
+  static void split_halves(reg& a, reg& b) {
+    const reg mask = set1(0xffff);
+    const reg upper = packed(shifted(a, 16), shifted(b, 16));
+    a = packed(bit_and(a, mask), bit_and(b, mask));
+    b = upper;
+  }
   static void store_bytes(int8_t* x, reg a) {  // the first and third quarter of the pack
     const reg all = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, a), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(x), _mm256_castsi256_si128(all));
   }
   static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm256_packs_epi16(a, b)); }
   static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm256_packus_epi16(a, b)); }
+  // Stores bytes of at least -128 + `above`: subtracting saturates.
+  static void store_bytes_above(int8_t* x, reg a, reg b, reg above_a, reg above_b) {
+    const reg above = _mm256_packs_epi16(above_a, above_b);
+    const reg bytes = _mm256_subs_epi8(_mm256_packs_epi16(a, b), above);
+    store_packed(x, _mm256_adds_epi8(bytes, above));
+  }
   static void store_packed(void* x, reg a) { store(x, _mm256_permute4x64_epi64(a, 0xd8)); }
   static reg max_halves(reg a, reg b) { return _mm256_max_epi16(a, b); }
   static int count_bytes(reg a) { return __builtin_popcount(_mm256_movemask_epi8(a)); }
@@ -87,6 +100,9 @@ struct Avx2Float : VectorLaneOf<float, Avx2Words> {
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
   static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
+  static bool all_at_most(reg a, reg b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)) == 0;
+  }
   static reg max_magnitude(reg a, reg b) {  // compares as integers: NaN is the largest
     return from_bits(_mm256_max_epu32(bits(a), bits(b)));
   }

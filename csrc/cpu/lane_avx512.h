@@ -33,17 +33,31 @@ struct Avx512Words : VectorWords<64> {
     return _mm512_mask_max_epi16(low, zero, low, reg{});
   }
   static reg sub_saturated(reg a, reg b) { return _mm512_subs_epu16(a, b); }
-  static reg rounded_upper_bytes(reg a) { return _mm512_mulhrs_epi16(a, halves(32768 / 256)); }
+  static reg rounded_upper_bytes(reg a) {
+    return _mm512_mulhrs_epi16(a, loaded_halves<32768 / 256>());
+  }
   static reg unpack_low(reg low, reg high) { return _mm512_unpacklo_epi16(low, high); }
   static reg unpack_high(reg low, reg high) { return _mm512_unpackhi_epi16(low, high); }
   static reg packed(reg a, reg b) { return _mm512_packus_epi32(a, b); }
   static reg packed_signed(reg a, reg b) { return _mm512_packs_epi32(a, b); }
+  static void split_halves(reg& a, reg& b) {  // four operations instead of six
+    const reg order = _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100);
+    const reg first = _mm512_shuffle_epi8(a, order);
+    const reg second = _mm512_shuffle_epi8(b, order);
+    a = _mm512_unpacklo_epi64(first, second);
+    b = _mm512_unpackhi_epi64(first, second);
+  }
   static void store_bytes(int8_t* x, reg a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtsepi16_epi8(a));
   }
   // Stores two registers at once: two operations instead of four.
   static void store_bytes(int8_t* x, reg a, reg b) { store_packed(x, _mm512_packs_epi16(a, b)); }
   static void store_bytes(uint8_t* x, reg a, reg b) { store_packed(x, _mm512_packus_epi16(a, b)); }
+  static void store_bytes_above(int8_t* x, reg a, reg b, reg above_a, reg above_b) {
+    const reg above = _mm512_packs_epi16(above_a, above_b);
+    const reg bytes = _mm512_subs_epi8(_mm512_packs_epi16(a, b), above);
+    store_packed(x, _mm512_adds_epi8(bytes, above));
+  }
   static void store_packed(void* x, reg a) {
     store(x, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), a));
   }
@@ -84,6 +98,9 @@ struct Avx512Float : VectorLaneOf<float, Avx512Words> {
   static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
   static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg max_magnitude(reg a, reg b) { return from_bits(_mm512_max_epu32(bits(a), bits(b))); }
+  // Returns the larger magnitude of two numbers. Of a NaN and a number it returns the number's.
+  static reg max_of_numbers(reg a, reg b) { return _mm512_range_ps(a, b, 0x0b); }
+  static bool all_at_most(reg a, reg b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ) == 0; }
   static void largest(const reg (&from)[16], float* to) {
     const auto max = [](reg a, reg b) { return max_magnitude(a, b); };
     reg four[4];  // maxima of four registers each

@@ -47,6 +47,15 @@ struct VectorWords {
 
   // Operations on 16-bit words, for PairLane.
   static reg halves(int16_t a) { return bit_cast<reg>(static_cast<uint16_t>(a) - Half{}); }
+  // As halves(), which compilers broadcast at each use where registers are short. A load takes none
+  // of the units that compute.
+  template <uint16_t kValue>
+  static reg loaded_halves() {
+    static constexpr uint32_t kPair = kValue * 0x10001u;
+    reg a;
+    asm("vpbroadcastd %1, %0" : "=v"(a) : "m"(kPair));
+    return a;
+  }
   static reg add_halves(reg a, reg b) {
     return bit_cast<reg>(bit_cast<Half>(a) + bit_cast<Half>(b));
   }

@@ -73,11 +73,15 @@ struct PairLane {
     Words::store(remainder, rest);
   }
   static void store_split(BFloat16* weight, int8_t* remainder, reg a) {
-    Words::store_bytes(remainder, split8(weight, a));
+    const auto [nearest, even] = split8(weight, a);
+    const Word lowest = Words::bit_or(even, Words::halves(-128));
+    Words::store_bytes(remainder, Words::max_halves(nearest, lowest));
   }
   // Stores the elements of two registers.
   static void store_split(BFloat16* weight, int8_t* remainder, reg a, reg b) {
-    Words::store_bytes(remainder, split8(weight, a), split8(weight + width, b));
+    const auto [nearest_a, even_a] = split8(weight, a);
+    const auto [nearest_b, even_b] = split8(weight + width, b);
+    Words::store_bytes_above(remainder, nearest_a, nearest_b, even_a, even_b);
   }
   // The tie above an even weight (remainder.h) goes up if bit 8 of its draw is set, otherwise down:
   // its remainder of 128 then saturates to 127.
@@ -162,6 +166,7 @@ struct PairLane {
   }
   // Returns the element-wise maximum of the pair's two registers of magnitudes.
   static typename L::reg max_of_pair(reg a) { return L::max_magnitude(a.lower, a.upper); }
+  static typename L::reg max_of_numbers(reg a) { return L::max_of_numbers(a.lower, a.upper); }
   static int count_lost(reg before, reg after, reg exp_avg, bool decays) {
     return L::count_lost(before.lower, after.lower, exp_avg.lower, decays) +
            L::count_lost(before.upper, after.upper, exp_avg.upper, decays);
@@ -184,25 +189,27 @@ struct PairLane {
     const Word rest = Words::valid_remainders(weight, low);
     return floats(rest, Words::add_halves(weight, Words::sign_halves(rest)));
   }
-  // Stores the weights and returns their 8-bit remainders. Storing saturates 128 to 127.
-  static Word split8(BFloat16* weight, reg a) {
+  struct Remainders {
+    Word nearest;
+    Word even;  // 1 above an even upper half, 0 above an odd one
+  };
+  // Stores the weights. Their 8-bit remainders are `nearest`, but at least `even` - 128. Storing
+  // saturates 128 to 127.
+  static Remainders split8(BFloat16* weight, reg a) {
     const auto [high, low] = halves_of(L::bits(a.lower), L::bits(a.upper));
-    const Word even = Words::bit_and_not(high, Words::halves(1));
+    const Word even = Words::bit_and_not(high, Words::template loaded_halves<1>());
     // `a` minus its weight as int16, minus 1 if the upper half is even, so that its ties go down.
     const Word rest = Words::sub_saturated(low, even);
-    const Word nearest = Words::rounded_upper_bytes(rest);
-    const Word lowest = Words::bit_or(even, Words::halves(-128));
     Words::store(weight, Words::sub_halves(high, Words::sign_halves(rest)));
-    return Words::max_halves(nearest, lowest);
+    return {Words::rounded_upper_bytes(rest), even};
   }
   struct Halves {
     Word high;
     Word low;
   };
   static Halves halves_of(Word lower, Word upper) {
-    const Word mask = Words::set1(0xffff);
-    return {Words::packed(Words::shifted(lower, 16), Words::shifted(upper, 16)),
-            Words::packed(Words::bit_and(lower, mask), Words::bit_and(upper, mask))};
+    Words::split_halves(lower, upper);
+    return {upper, lower};
   }
 };
 

@@ -31,13 +31,40 @@ class GroupDraws : public Draws {
 // computed the scales, a register of groups at a time.
 inline constexpr int kGroupsAtOnce = 16;
 
+// Returns a register with the largest magnitude of the moments `a`.
+template <class L, bool kIsRoot, bool kOfNumbers = false>
+[[gnu::always_inline]] inline typename L::SingleLane::reg magnitude_of(typename L::reg a) {
+  if constexpr (kOfNumbers) {
+    return L::max_of_numbers(a);
+  } else {
+    return L::max_of_pair(kIsRoot ? a : L::abs(a));
+  }
+}
+
 // One moment of kGroupsAtOnce groups, buffered between the parts of a step.
 template <class L>
 struct BufferedMoment {
   using SingleLane = typename L::SingleLane;
 
-  [[gnu::always_inline]] void set_largest(int group, typename L::reg a) {
-    largest_registers[group / SingleLane::width][group % SingleLane::width] = L::max_of_pair(a);
+  [[gnu::always_inline]] void set_largest(int group, typename SingleLane::reg a) {
+    largest_registers[group / SingleLane::width][group % SingleLane::width] = a;
+  }
+  [[gnu::always_inline]] void find_largest(int count) {
+    for (int g = 0; g < count; g += SingleLane::width) {
+      SingleLane::largest(largest_registers[g / SingleLane::width], largest + g);
+    }
+  }
+  // As the loop and find_largest(), where `value` may have NaNs.
+  [[gnu::cold, gnu::noinline]] void find_largest_or_nan(int count) {
+    for (int g = 0; g < count; ++g) {
+      typename SingleLane::reg most{};
+      for (int k = 0; k < kQuantGroup; k += L::width) {
+        const auto magnitude = magnitude_of<L, false>(L::load_temporary(value[g] + k));
+        most = SingleLane::max_magnitude(most, magnitude);
+      }
+      set_largest(g, most);
+    }
+    find_largest(count);
   }
   // Computes the decoding factors of `count` groups from their scales.
   [[gnu::always_inline]] void load_scales(const float* scales, int count, float factor) {
@@ -49,8 +76,7 @@ struct BufferedMoment {
   // Stores the scales after this step and computes the encoding factors.
   [[gnu::always_inline]] void find_scales(float* scales, int count, float codes, float unit) {
     for (int g = 0; g < count; g += SingleLane::width) {
-      SingleLane::largest(largest_registers[g / SingleLane::width], inverse + g);
-      const auto encoding = encoding_of<SingleLane>(SingleLane::load(inverse + g), codes, unit);
+      const auto encoding = encoding_of<SingleLane>(SingleLane::load(largest + g), codes, unit);
       SingleLane::store(inverse + g, encoding.inverse);
       if (count - g >= SingleLane::width) {  // a masked store takes longer
         SingleLane::store(scales + g, encoding.scale);
@@ -65,6 +91,7 @@ struct BufferedMoment {
   typename SingleLane::reg largest_registers[kGroupsAtOnce / SingleLane::width][SingleLane::width] =
       {};
   alignas(64) float decoding[kGroupsAtOnce];  // factors from codes to moments
+  alignas(64) float largest[kGroupsAtOnce];   // magnitudes
   alignas(64) float inverse[kGroupsAtOnce];   // factors from moments to codes
 };
 

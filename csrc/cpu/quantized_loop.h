@@ -3,8 +3,11 @@
 //
 // The weights of a group are updated after the moments of the next group are averaged. Square roots
 // have a low throughput: in this order they overlap with other work and nothing waits for them (5 %
-// faster in cache on an Intel Xeon of 2023).
+// faster in cache on an Intel Xeon of 2023). There the number of vector operations bounds the loop,
+// so some are left out of groups that do not need them.
 #pragma once
+
+#include <utility>
 
 #include "cpu/quantized_groups.h"
 #include "kernels/quantized_adam.h"
@@ -21,6 +24,10 @@ template <class A, class L, bool kWhole, class Trace>
                                                   int64_t end, const RoundingKey& key,
                                                   Trace& trace) {
   using Scalar = ScalarLane<float>;
+  using Single = typename L::SingleLane;
+  // Whether exp_avg's largest magnitudes are found as if it had no NaN, which takes fewer
+  // operations. It has one only where the group's root is NaN or infinite, or its own scale is.
+  constexpr bool kOfNumbers = kMoments<A> == 2 && requires { Single::max_of_numbers; };
   const QuantizedScalars<A> quantized(scalars);
   const QuantizedStep<A, L> step(quantized);
   const TensorWork work = tensor;  // stays in registers: stores may alias `tensor`
@@ -77,24 +84,31 @@ template <class A, class L, bool kWhole, class Trace>
     });
     return decoding;
   };
-  const auto average = [&](int g) __attribute__((always_inline)) {
+  const auto largest_root = Single::set1(step.largest_root());
+  // Returns whether update_weights() has to clamp divisors.
+  const auto average = [&](int g) __attribute__((always_inline))->bool {
     const Group group = group_at(g);
     const PerMoment<A, float> decoding = decoding_of(g);
-    Moments<A, L> most{};
+    PerMoment<A, typename Single::reg> most{};
     for (int k = 0; k < kQuantGroup; k += L::width) {
       const Moments<A, L> now = step.averaged(elements_at(group, k), decoding);
       for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
         const auto value = now.of[moment];
         L::store_temporary(kept[moment].value[g] + k, value);
-        const auto magnitude = kIsRoot<A, moment> ? value : L::abs(value);
-        most.of[moment] = k == 0 ? magnitude : L::max_magnitude(most.of[moment], magnitude);
+        const auto magnitude = magnitude_of < L, kIsRoot<A, moment>,
+                   kOfNumbers && moment == 0 > (value);
+        most.of[moment] = k == 0 ? magnitude : Single::max_magnitude(most.of[moment], magnitude);
       });
     }
     for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
       kept[moment].set_largest(g, most.of[moment]);
     });
+    if constexpr (kMoments<A> == 2) {
+      return !Single::all_at_most(most.of[1], largest_root);
+    }
+    return true;
   };
-  const auto update_weights = [&](int g) __attribute__((always_inline)) {
+  const auto update_weights = [&](int g, bool clamps) __attribute__((always_inline)) {
     const Group group = group_at(g);
     for_each_traced(
         group, [&](const auto& at) __attribute__((always_inline)) { trace.before(at); });
@@ -103,7 +117,7 @@ template <class A, class L, bool kWhole, class Trace>
     }
     const PerMoment<A, float> decoding = decoding_of(g);
     const auto updated_at = [&](int k) __attribute__((always_inline)) {
-      return step.weights(elements_at(group, k), decoding, kept_moments(g, k));
+      return step.weights(elements_at(group, k), decoding, kept_moments(g, k), clamps);
     };
     if (layout.master == Master::kRemainder8 && !mode.rounds) {
       for (int k = 0; k < kQuantGroup; k += 2 * L::width) {
@@ -164,6 +178,7 @@ template <class A, class L, bool kWhole, class Trace>
       kept[moment].load_scales(scales(moment) + index, count, quantized.decoding.of[moment]);
     });
     int64_t next = first;
+    bool clamps = true;  // in the last averaged group
     for (int g = 0; g < count; ++g) {
       const int size = kWhole || left >= kQuantGroup ? kQuantGroup : static_cast<int>(left);
       if (size == kQuantGroup) {
@@ -179,12 +194,22 @@ template <class A, class L, bool kWhole, class Trace>
         left = left == size ? work.row_length : left - size;
       }
       next += size;
-      average(g);
+      const bool clamped = std::exchange(clamps, average(g));
       if (g > 0) {
-        update_weights(g - 1);
+        update_weights(g - 1, clamped);
       }
     }
-    update_weights(count - 1);
+    update_weights(count - 1, clamps);
+    for_each_moment<A>([&](auto moment)
+                           __attribute__((always_inline)) { kept[moment].find_largest(count); });
+    if constexpr (kOfNumbers) {
+      static_assert(Single::width == kGroupsAtOnce);
+      const auto magnitudes = Single::max_magnitude(Single::load(kept[1].largest),
+                                                    Single::abs(Single::load(kept[0].decoding)));
+      if (!Single::all_at_most(magnitudes, Single::set1(largest_finite<float>))) {
+        kept[0].find_largest_or_nan(count);
+      }
+    }
     for_each_moment<A>([&](auto moment) __attribute__((always_inline)) {
       kept[moment].find_scales(scales(moment) + index, count, kCodes<A, moment>,
                                quantized.units.of[moment]);

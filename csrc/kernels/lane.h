@@ -10,8 +10,9 @@
 // - Where `has_narrow_types` is true: load_joined and store_split for weights with a remainder
 //   (remainder.h); random, store_stochastic and store_split_stochastic (stochastic.h); and for
 //   8-bit moments (quantize.h) load_code, store_codes, fraction, fma, abs, sub_bits, max_magnitude,
-//   store_temporary and load_temporary. max_of_pair and SingleLane::largest find the largest
-//   magnitude of a group.
+//   store_temporary and load_temporary. max_of_pair, max_of_numbers (where it is faster) and
+//   SingleLane::largest find the largest magnitude of a group, and SingleLane::all_at_most tests
+//   it.
 // - Lanes of one register: load_part and store_part, for the last elements of an array.
 // - Lanes of doubles, for sums of squares: load of every type, load_pairs, add_exact_square and
 //   exact_square_minus.
@@ -113,6 +114,8 @@ struct ScalarLane {
   TORCHOPT_HD static T max_magnitude(T a, T b) {
     return bit_cast<uint32_t>(a) > bit_cast<uint32_t>(b) ? a : b;
   }
+  // Returns whether a <= b in all elements.
+  TORCHOPT_HD static bool all_at_most(T a, T b) { return a <= b; }
   // Help to find the largest element of a group: cpu/pair_lane.h, cpu/lane_avx512.h.
   TORCHOPT_HD static T max_of_pair(T a) { return a; }
   TORCHOPT_HD static void largest(const T (&from)[1], T* to) { *to = from[0]; }

@@ -18,8 +18,9 @@ struct QuantizedScalars<Adam> {
         l2(s.l2),
         minus_decay(-s.decay),
         has_l2(s.has_l2),
-        has_decay(s.has_decay),
-        cautious(s.cautious) {
+        decay(!s.has_decay ? Decay::kNone
+              : s.cautious ? Decay::kCautious
+                           : Decay::kPlain) {
     using L = ScalarLane<float>;
     // Units include the factor if it is positive and squares of gradients have about the range that
     // they would have after scaling. Otherwise clipping may be what makes the squares finite.
@@ -43,13 +44,16 @@ struct QuantizedScalars<Adam> {
   float grad_factor, l2, minus_decay;
   float to_divisor, eps;  // exp_avg's divisor in quotient.h's units: root * to_divisor + eps
   bool scales_gradients;  // multiplies gradients by grad_factor first
-  bool has_l2, has_decay, cautious;
+  bool has_l2;
+  // One number: GCC would keep a second flag in a mask register, which only a vector unit can test.
+  enum class Decay : int32_t { kNone, kPlain, kCautious } decay;
 };
 
 // With the scalars that every element uses in registers.
 template <class L>
 struct QuantizedStep<Adam, L> {
   using R = typename L::reg;
+  using Decay = QuantizedScalars<Adam>::Decay;
 
   TORCHOPT_HD explicit QuantizedStep(const QuantizedScalars<Adam>& scalars) : s(scalars) {}
 
@@ -69,16 +73,26 @@ struct QuantizedStep<Adam, L> {
     return {{L::fma(code, L::set1(group_decoding.of[0]), g),
              L::sqrt(L::fma(before, before, L::mul(g, g)))}};
   }
+  float largest_root() const {  // leaves room for roundings; a divisor of infinity is clamped
+    if (!(s.to_divisor > 0.0f)) {
+      return -1.0f;
+    }
+    return ScalarLane<float>::min(0x1p127f, (0x1p126f - s.eps) / s.to_divisor * 0.5f);
+  }
   [[gnu::always_inline]] TORCHOPT_HD R weights(const ElementsAt<L>& at,
                                                const PerMoment<Adam, float>& /*group_decoding*/,
-                                               const Moments<Adam, L>& moments) const {
+                                               const Moments<Adam, L>& moments,
+                                               bool clamps = true) const {
     R p = at.weight();
-    if (s.has_decay) {
-      const R factor = s.cautious ? L::mul(minus_decay, decays<L>(moments.of[0], p)) : minus_decay;
+    if (s.decay != Decay::kNone) {
+      R factor = minus_decay;
+      if (s.decay == Decay::kCautious) {
+        factor = L::mul(factor, decays<L>(moments.of[0], p));
+      }
       p = L::fma(factor, p, p);
     }
     const R divisor = L::fma(moments.of[1], to_divisor, eps);
-    return L::canonical(subtract_quotient(quotient, p, moments.of[0], divisor));
+    return L::canonical(subtract_quotient(quotient, p, moments.of[0], divisor, clamps));
   }
 
   QuantizedScalars<Adam> s;

@@ -38,10 +38,13 @@ struct QuantizedStep {
       const ElementsAt<L>& at, const PerMoment<A, float>& group_decoding) const {
     return {{updated(at, group_decoding).state}};
   }
+  // Returns a root whose group has divisors that weights() need not clamp, on the host.
+  float largest_root() const { return 0.0f; }
   // Returns the elements' weights after this step.
   [[gnu::always_inline]] TORCHOPT_HD R weights(const ElementsAt<L>& at,
                                                const PerMoment<A, float>& group_decoding,
-                                               const Moments<A, L>& /*moments*/) const {
+                                               const Moments<A, L>& /*moments*/,
+                                               bool /*clamps*/ = true) const {
     return updated(at, group_decoding).weight;
   }
 

@@ -29,11 +29,13 @@ struct QuotientConstants {
 };
 
 // Returns a - m / (kQuotientScale * d) for a normal d, and NaN if d is NaN. Only a positive d may
-// be larger than kLargestDivisor.
+// be larger than kLargestDivisor, and none if not `clamps`.
 template <class L, class R = typename L::reg>
 [[gnu::always_inline]] TORCHOPT_HD inline R subtract_quotient(const QuotientConstants<L>& constants,
-                                                              R a, R m, R d) {
-  d = L::min(constants.largest, d);
+                                                              R a, R m, R d, bool clamps) {
+  if (clamps) {
+    d = L::min(constants.largest, d);
+  }
   const R guess = L::sub_bits(constants.minus_largest, d);  // the negated guess
   const R from_vertex = L::fma(d, guess, constants.vertex);
   return L::fma(L::mul(m, guess), L::fma(from_vertex, from_vertex, constants.rest), a);

@@ -9,12 +9,11 @@
 namespace torchopt_ext {
 namespace {
 
-// Compares all kernels with the CPU's scalar kernels.
-void expect_same_bits(const Case& c, int variant) {
+// Compares all kernels with the CPU's scalar kernels, on a tensor of the case.
+void expect_same_bits(const Tensor& start, const Case& c, int variant) {
   const Group hyper = hyper_of(variant, c.algorithm);
   Control control = control_of_a_step();
   control.ema_weight = variant % 3 == 0 ? 0.7 : 0.1;
-  const Tensor start(c);
   Tensor expected = start;
   const Report expected_report = step_on_cpu(default_kernels(), expected, hyper, control);
   ASSERT_FALSE(expected.same_bits(start)) << describe(c);
@@ -39,6 +38,8 @@ void expect_same_bits(const Case& c, int variant) {
     ASSERT_TRUE(report.same_bits(expected_report)) << threads << " CUDA threads " << describe(c);
   }
 }
+
+void expect_same_bits(const Case& c, int variant) { expect_same_bits(Tensor(c), c, variant); }
 
 class Every : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, Every, testing::Range(0, kAlgorithms));
@@ -141,6 +142,41 @@ TEST(Adam, SameBitsOverManyChunks) {
     c.row_length = 40960;  // several chunks a row
     c.options.stochastic_rounding = true;
     expect_same_bits(c, 2);
+  }
+}
+
+TEST(Adam, SameBitsOf8BitMomentsAroundInfinitiesAndNaNs) {
+  constexpr float kValues[] = {NAN, -NAN, INFINITY, -INFINITY, 0x1p100f, -0x1p100f, 0x1p-140f};
+  std::minstd_rand random(1);
+  const auto spoil = [&](Tensor& tensor, Array array, int64_t n, unsigned one_in) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (random() % one_in == 0) {
+        const float value = kValues[random() % std::size(kValues)];
+        const uint32_t upper = bit_cast<uint32_t>(value) >> 16;  // is the value, or a bf16
+        const auto size = static_cast<size_t>(tensor.size(array));
+        unsigned char* const to = &tensor.memory(array)[static_cast<size_t>(i) * size];
+        std::memcpy(to + size - 2, &upper, 2);
+      }
+    }
+  };
+  for (const Case& way : every_way_to_hold()) {
+    if (way.layout.state != DType::kInt8 || way.layout.grad == DType::kFloat16) {
+      continue;
+    }
+    for (int variant = 0; variant < 24; ++variant) {
+      Case c = way;
+      c.row_length = 1152;
+      c.seed = static_cast<unsigned>(variant);
+      Tensor start(c);
+      spoil(start, kGrad, c.row_length, variant % 2 == 0 ? 20 : 100);
+      for (int moment = 0; moment < variant % 3; ++moment) {
+        spoil(start, scale_array(moment), c.row_length / kQuantGroup, 4);
+      }
+      expect_same_bits(start, c, variant);
+      if (HasFatalFailure()) {
+        return;
+      }
+    }
   }
 }
 
