@@ -71,8 +71,14 @@ inline void pack(const Operand& x, int64_t first, int64_t width, int64_t first_k
     copy_transposed(x.x + first * x.ld + first_k, x.ld, width, depth, to, kWidth);
     return;
   }
+  // Rows are far apart, where the hardware prefetches nothing.
+  constexpr int kAhead = 16;
   const float* from = x.x + first_k * x.ld + first;
   for (int64_t k = 0; k < depth; ++k, from += x.ld, to += kWidth) {
+    __builtin_prefetch(from + kAhead * x.ld);
+    if constexpr (kWidth > 16) {
+      __builtin_prefetch(from + kAhead * x.ld + 16);
+    }
     if (width == kWidth) {
       __builtin_memcpy(to, from, sizeof(float) * kWidth);
     } else {
@@ -168,8 +174,10 @@ inline void mirror(const Product& p, const Block& block) {
       }
       j = last;
     }
-    copy_transposed(p.c + i * p.ldc + j, p.ldc, last - i, block.last_col - j, p.c + j * p.ldc + i,
-                    p.ldc);
+    for (; j < block.last_col; j += kSize) {
+      const int64_t cols = block.last_col - j < kSize ? block.last_col - j : kSize;
+      copy_transposed(p.c + i * p.ldc + j, p.ldc, last - i, cols, p.c + j * p.ldc + i, p.ldc);
+    }
   }
 }
 
