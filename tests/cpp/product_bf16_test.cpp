@@ -45,11 +45,13 @@ void compute(const Bf16Kernels& kernels, const Bf16Product& p, int64_t rows, int
 
 std::vector<const Bf16Kernels*> kernels_of_this_cpu() {
   std::vector<const Bf16Kernels*> all;
+#ifdef __x86_64__
   for (const bool with_tiles : {true, false}) {
     if (const Bf16Kernels* found = bf16_kernels(with_tiles); found != nullptr) {
       all.push_back(found);
     }
   }
+#endif
   return all;
 }
 
