@@ -1,9 +1,5 @@
 #include "cpu/multiply.h"
 
-#include <atomic>
-#include <memory>
-
-#include "cpu/float_mode.h"
 #include "cpu/kernel_table.h"
 
 namespace torchopt_ext::cpu {
@@ -11,11 +7,6 @@ namespace {
 
 // Below this many multiply-adds a second thread costs more time than it saves.
 constexpr int64_t kProductPerThread = int64_t{1} << 20;
-
-ProductScratch& scratch() {
-  static thread_local const auto memory = std::make_unique<ProductScratch>();
-  return *memory;
-}
 
 // How a product's result is cut into blocks. Large blocks pack their operands less often.
 struct Grid {
@@ -69,13 +60,8 @@ void multiply(const Product& p) {
   const int64_t operations = p.rows * p.cols * p.depth / (p.symmetric ? 2 : 1);
   const int64_t threads = useful_threads(operations, kProductPerThread);
   const Grid grid(p, threads);
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min(threads, grid.blocks), 1, [&](int64_t, int64_t) {
-    const FloatMode mode;
-    ProductScratch& memory = scratch();
-    for (int64_t i = next++; i < grid.blocks; i = next++) {
-      kernels().product(p, grid.block(p, i), memory);
-    }
+  share_out(threads, grid.blocks, [&](int64_t i, int64_t) {
+    kernels().product(p, grid.block(p, i), scratch<ProductScratch>());
   });
 }
 

@@ -5,13 +5,11 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <mutex>
 #include <optional>
 #include <type_traits>
 
-#include "cpu/float_mode.h"
 #include "cpu/kernel_table.h"
 #include "cpu/multiply.h"
 #include "work/orthogonalize.h"
@@ -117,11 +115,11 @@ bool is_small(const MatrixOf<T>& m) {
 
 // Returns how many floats of workspace orthogonalize_all() needs.
 template <class T>
-int64_t workspace_of_all(const NewtonSchulz& ns, const std::vector<MatrixOf<T>>& matrices) {
+int64_t workspace_of_all(const std::vector<MatrixOf<T>>& matrices) {
   int64_t largest = 0;
   int64_t largest_small = 0;
   for (const MatrixOf<T>& m : matrices) {
-    const int64_t floats = orthogonalize_workspace(ns, m);
+    const int64_t floats = orthogonalize_workspace(m);
     largest = std::max(largest, floats);
     largest_small = std::max(largest_small, is_small(m) ? floats : 0);
   }
@@ -130,8 +128,7 @@ int64_t workspace_of_all(const NewtonSchulz& ns, const std::vector<MatrixOf<T>>&
 
 // Calls one(matrix, workspace) for each matrix: on all threads, or for many small ones on each.
 template <class T, class One>
-void orthogonalize_all(const NewtonSchulz& ns, const std::vector<MatrixOf<T>>& matrices,
-                       float* workspace, const One& one) {
+void orthogonalize_all(const std::vector<MatrixOf<T>>& matrices, float* workspace, const One& one) {
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const auto small = std::count_if(matrices.begin(), matrices.end(), is_small<T>);
   const bool shared_out = threads > 1 && small >= 2 * threads;
@@ -140,16 +137,14 @@ void orthogonalize_all(const NewtonSchulz& ns, const std::vector<MatrixOf<T>>& m
     if (!shared_out || !is_small(m)) {
       one(m, workspace);
     } else {
-      floats = std::max(floats, orthogonalize_workspace(ns, m));
+      floats = std::max(floats, orthogonalize_workspace(m));
     }
   }
   if (shared_out) {
-    std::atomic<size_t> next{0};
-    at::parallel_for(0, threads, 1, [&](int64_t share, int64_t) {
-      for (size_t i = next++; i < matrices.size(); i = next++) {
-        if (is_small(matrices[i])) {
-          one(matrices[i], workspace + share * floats);
-        }
+    share_out(threads, static_cast<int64_t>(matrices.size()), [&](int64_t i, int64_t share) {
+      const MatrixOf<T>& m = matrices[static_cast<size_t>(i)];
+      if (is_small(m)) {
+        one(m, workspace + share * floats);
       }
     });
   }

@@ -90,7 +90,7 @@ void segment(const NewtonSchulz& ns, size_t first, size_t last, const Matrix& fr
 
 }  // namespace
 
-int64_t orthogonalize_workspace(const NewtonSchulz& /*ns*/, const Matrix& x) {
+int64_t orthogonalize_workspace(const Matrix& x) {
   const int64_t m = std::min(x.rows, x.cols);
   const int64_t floats = x.rows * x.cols + m * m * (x.rows == x.cols ? 2 : 4);
   return ceil_div(floats, 16) * 16;
@@ -102,7 +102,7 @@ void orthogonalize(const NewtonSchulz& ns, const Matrix& x, float* workspace, co
   }
   const FloatMode mode;
   const bool is_square = x.rows == x.cols;
-  const Matrix other{workspace + orthogonalize_workspace(ns, x) - x.rows * x.cols, x.rows, x.cols,
+  const Matrix other{workspace + orthogonalize_workspace(x) - x.rows * x.cols, x.rows, x.cols,
                      x.cols};
   const size_t steps = ns.coefficients.size();
   bool is_in_x = true;  // so that the last segment ends in x
@@ -126,12 +126,12 @@ void orthogonalize(const NewtonSchulz& ns, const Matrix& x, float* workspace, co
   }
 }
 
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Matrix>& matrices) {
-  return workspace_of_all(ns, matrices);
+int64_t orthogonalize_workspace(const std::vector<Matrix>& matrices) {
+  return workspace_of_all(matrices);
 }
 
 void orthogonalize(const NewtonSchulz& ns, const std::vector<Matrix>& matrices, float* workspace) {
-  orthogonalize_all(ns, matrices, workspace, [&](const Matrix& matrix, float* memory) {
+  orthogonalize_all(matrices, workspace, [&](const Matrix& matrix, float* memory) {
     orthogonalize(ns, matrix, memory);
   });
 }

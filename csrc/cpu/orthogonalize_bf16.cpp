@@ -1,7 +1,4 @@
 // Newton-Schulz iterations on bf16 matrices, by products with sums in fp32.
-#include <memory>
-#include <string>
-
 #include "cpu/newton_schulz.h"
 #include "cpu/product_bf16.h"
 
@@ -18,16 +15,11 @@ int64_t padded(int64_t size) { return ceil_div(size, kBf16Tile) * kBf16Tile; }
 const Bf16Kernels* kernels_of_cpu() {
 #ifdef __x86_64__
   static const Bf16Kernels* const chosen =
-      kernels().name == std::string("avx512") ? bf16_kernels() : nullptr;
+      &kernels() == &avx512_kernels() ? bf16_kernels() : nullptr;
   return chosen;
 #else
   return nullptr;
 #endif
-}
-
-Bf16Scratch& scratch() {
-  static thread_local const auto memory = std::make_unique<Bf16Scratch>();
-  return *memory;
 }
 
 void multiply(const Bf16Product& p) {
@@ -39,19 +31,14 @@ void multiply(const Bf16Product& p) {
     block_rows /= 2;
   }
   const int64_t rows = ceil_div(p.rows, block_rows);
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const FloatMode mode;
-    Bf16Scratch& memory = scratch();
-    for (int64_t i = next++; i < rows * columns; i = next++) {
-      const int64_t row = i % rows * block_rows;
-      const int64_t col = (columns - 1 - i / rows) * kBf16BlockCols;  // the longest columns first
-      const int64_t last_col = std::min(col + kBf16BlockCols, p.cols);
-      const int64_t last_row = p.symmetric ? std::min(p.rows, last_col) : p.rows;
-      if (row < last_row) {
-        kernels_of_cpu()->product(p, {row, std::min(row + block_rows, last_row), col, last_col},
-                                  memory);
-      }
+  share_out(threads, rows * columns, [&](int64_t i, int64_t) {
+    const int64_t row = i % rows * block_rows;
+    const int64_t col = (columns - 1 - i / rows) * kBf16BlockCols;  // the longest columns first
+    const int64_t last_col = std::min(col + kBf16BlockCols, p.cols);
+    const int64_t last_row =
+        std::min(row + block_rows, p.symmetric ? std::min(p.rows, last_col) : p.rows);
+    if (row < last_row) {
+      kernels_of_cpu()->product(p, {row, last_row, col, last_col}, scratch<Bf16Scratch>());
     }
   });
 }
@@ -72,11 +59,8 @@ void transpose(const Bf16Matrix& from, const Bf16Matrix& to) {
 void multiply_squares(int64_t m, BFloat16* c, const BFloat16* a, const BFloat16* b, float alpha,
                       float beta, const BFloat16* addend, float other_beta = 0.0f,
                       const BFloat16* other = nullptr) {
-  multiply({.a = a,
-            .lda = m,
-            .b = b,
-            .ldb = m,
-            .b_transposed = true,
+  multiply({.a = {a, m, false},
+            .b = {b, m, true},
             .c = c,
             .ldc = m,
             .rows = m,
@@ -97,11 +81,8 @@ void segment(const NewtonSchulz& ns, size_t first, size_t last, const Bf16Matrix
   BFloat16* all = r + m * m;  // with `identity` the product of all Q
   BFloat16* other = all + m * m;
   BFloat16* const q = other + m * m;
-  multiply({.a = from.x,
-            .lda = from.ld,
-            .b = from.x,
-            .ldb = from.ld,
-            .b_transposed = true,
+  multiply({.a = {from.x, from.ld, false},
+            .b = {from.x, from.ld, true},
             .c = r,
             .ldc = m,
             .rows = m,
@@ -122,14 +103,11 @@ void segment(const NewtonSchulz& ns, size_t first, size_t last, const Bf16Matrix
     identity *= abc[0];
     if (step + 1 < last) {  // R = (a I + now)^2 R
       multiply_squares(m, other, now, r, 1.0f, abc[0], r);
-      multiply_squares(m, r, other, step == first ? all : q, 1.0f, abc[0], other);
+      multiply_squares(m, r, other, now, 1.0f, abc[0], other);
     }
   }
-  multiply({.a = all,
-            .lda = m,
-            .b = from.x,
-            .ldb = from.ld,
-            .b_transposed = false,
+  multiply({.a = {all, m, false},
+            .b = {from.x, from.ld, false},
             .c = to.x,
             .ldc = to.ld,
             .rows = m,
@@ -151,28 +129,24 @@ struct Wide {
   int64_t numel() const { return rows * cols; }
 };
 
-// to = factor * from, padded with zeros, and transposed by way of `turned` if that has memory.
-void load(const Bf16Matrix& from, double factor, const Bf16Matrix& to, const Bf16Matrix& turned) {
+// to = factor * from, padded with zeros.
+void load(const Bf16Matrix& from, double factor, const Bf16Matrix& to) {
   constexpr int kBf16 = static_cast<int>(DType::kBFloat16);
   const auto scale = kernels().scaled_copy[kBf16][kBf16];
   // Outside of float's range, a power of two is a factor of its own.
   const bool is_extreme = factor != 0.0 && !(factor > 0x1p-120 && factor < 0x1p120);
   const double power = is_extreme ? std::ldexp(1.0, std::ilogb(factor) / 2) : 1.0;
-  const Bf16Matrix& target = turned.x != nullptr ? turned : to;
-  for_rows(target, [&](int64_t first, int64_t last) {
+  for_rows(to, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      BFloat16* const row = target.x + i * target.ld;
+      BFloat16* const row = to.x + i * to.ld;
       const int64_t cols = i < from.rows ? from.cols : 0;
       scale(row, from.x + i * from.ld, factor / power, cols, /*past_caches=*/false);
       if (is_extreme) {
         scale(row, row, power, cols, /*past_caches=*/false);
       }
-      std::fill(row + cols, row + target.cols, BFloat16{});
+      std::fill(row + cols, row + to.cols, BFloat16{});
     }
   });
-  if (turned.x != nullptr) {
-    transpose(turned, to);
-  }
 }
 
 void store(const Bf16Matrix& from, const Bf16Matrix& to) {
@@ -196,41 +170,43 @@ void orthogonalize(const NewtonSchulz& ns, const Bf16Matrix& x, float* workspace
   auto* const memory = reinterpret_cast<BFloat16*>(workspace);
   Bf16Matrix now{memory, wide.rows, wide.cols, wide.cols};
   Bf16Matrix next{memory + wide.numel(), wide.rows, wide.cols, wide.cols};
-  const auto turned = [&](const Bf16Matrix& m) {
-    return Bf16Matrix{x.rows > x.cols ? m.x : nullptr, m.cols, m.rows, m.rows};
-  };
-  load(x, *factor, now, turned(next));
+  const bool is_tall = x.rows > x.cols;
+  const auto tall = [](const Bf16Matrix& m) { return Bf16Matrix{m.x, m.cols, m.rows, m.rows}; };
+  load(x, *factor, is_tall ? tall(next) : now);
+  if (is_tall) {
+    transpose(tall(next), now);
+  }
   for (size_t i = 0; i < ns.coefficients.size(); std::swap(now, next)) {
     const size_t end = segment_end(ns, i, x.rows == x.cols, kMostGrowth);
     segment(ns, i, end, now, next, memory + 2 * wide.numel());
     i = end;
   }
-  if (x.rows > x.cols) {
-    transpose(now, turned(next));
-    store(turned(next), x);
-  } else {
-    store(now, x);
+  if (is_tall) {
+    transpose(now, tall(next));
   }
+  store(is_tall ? tall(next) : now, x);
 }
 
 }  // namespace
 }  // namespace bf16
 
-bool multiplies_bf16() { return bf16::kernels_of_cpu() != nullptr; }
+bool orthogonalizes(at::ScalarType dtype) {
+  return dtype == at::kFloat || (dtype == at::kBFloat16 && bf16::kernels_of_cpu() != nullptr);
+}
 
-int64_t orthogonalize_workspace(const NewtonSchulz& /*ns*/, const Bf16Matrix& x) {
+int64_t orthogonalize_workspace(const Bf16Matrix& x) {
   const bf16::Wide wide(x);
   const int64_t squares = x.rows == x.cols ? 2 : 4;
   return (2 * wide.numel() + squares * wide.rows * wide.rows) / 2;
 }
 
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices) {
-  return workspace_of_all(ns, matrices);
+int64_t orthogonalize_workspace(const std::vector<Bf16Matrix>& matrices) {
+  return workspace_of_all(matrices);
 }
 
 void orthogonalize(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices,
                    float* workspace) {
-  orthogonalize_all(ns, matrices, workspace, [&](const Bf16Matrix& matrix, float* memory) {
+  orthogonalize_all(matrices, workspace, [&](const Bf16Matrix& matrix, float* memory) {
     bf16::orthogonalize(ns, matrix, memory);
   });
 }

@@ -1,4 +1,5 @@
-// What a product of fp32 matrices computes (kernel_table.h): docs/numerics.md section 12.
+// What a product of fp32 matrices computes (kernel_table.h): docs/numerics.md section 12. Those of
+// bf16 (product_bf16.h) have the same operands and blocks.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +7,13 @@
 namespace torchopt_ext {
 
 // A matrix that is read. Element (i, j) lies at x[i * ld + j], or at x[j * ld + i] if `transposed`.
-struct Operand {
-  const float* x;
+template <class T>
+struct OperandOf {
+  const T* x;
   int64_t ld;
   bool transposed;
 };
+using Operand = OperandOf<float>;
 
 // c = a b, or with `addend` c = diagonal I + (beta addend + alpha (a b)).
 struct Product {

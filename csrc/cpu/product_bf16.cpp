@@ -176,27 +176,28 @@ void transpose_tiles(const BFloat16* from, int64_t ldf, int64_t rows, int64_t co
 }
 
 template <class Set>
-void product(const Bf16Product& p, const Bf16Block& block, Bf16Scratch& scratch) {
+void product(const Bf16Product& p, const Block& block, Bf16Scratch& scratch) {
   [[maybe_unused]] const typename Set::Session session;
   for (int64_t k = 0; k < p.depth; k += kBf16PanelDepth) {
     const int64_t depth = least(p.depth - k, kBf16PanelDepth);
     const auto pack_tile = [&](int64_t j, int64_t n) {
-      const BFloat16* from = p.b_transposed ? p.b + j * p.ldb + k + n : p.b + (k + n) * p.ldb + j;
-      pack(from, p.ldb, p.b_transposed,
+      const BFloat16* from =
+          p.b.transposed ? p.b.x + j * p.b.ld + k + n : p.b.x + (k + n) * p.b.ld + j;
+      pack(from, p.b.ld, p.b.transposed,
            reinterpret_cast<__m512i*>(scratch.b + (j - block.first_col) * depth + n * kTile));
     };
     const int64_t columns = (block.last_col - block.first_col) / kTile;
     const int64_t strips = depth / kTile;
     for (int64_t t = 0; t < columns * strips; ++t) {  // along the rows in memory
-      pack_tile(block.first_col + (p.b_transposed ? t / strips : t % columns) * kTile,
-                (p.b_transposed ? t % strips : t / columns) * kTile);
+      pack_tile(block.first_col + (p.b.transposed ? t / strips : t % columns) * kTile,
+                (p.b.transposed ? t % strips : t / columns) * kTile);
     }
     for (int64_t i = block.first_row; i < block.last_row; i += kTile) {
       float* const sums = scratch.c + (i - block.first_row) * kBf16BlockCols;
       const int64_t first = p.symmetric && i > block.first_col ? i : block.first_col;
       for (int64_t j = first; j < block.last_col; j += kTile) {
         const int64_t column = j - block.first_col;
-        Set::add(p.a + i * p.lda + k, p.lda, scratch.b + column * depth, depth, k == 0,
+        Set::add(p.a.x + i * p.a.ld + k, p.a.ld, scratch.b + column * depth, depth, k == 0,
                  sums + column * kTile);
       }
       if (k + depth == p.depth) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cpu/product.h"
 #include "kernels/dtype.h"
 
 namespace torchopt_ext {
@@ -14,12 +15,9 @@ inline constexpr int64_t kBf16Tile = 32;
 
 // c = alpha a b + the sum of beta[i] addend[i], rounded to bf16 at the end.
 struct Bf16Product {
-  const BFloat16* a;  // rows x depth
-  int64_t lda;
-  const BFloat16* b;  // depth x cols; if b_transposed, cols x depth
-  int64_t ldb;
-  bool b_transposed;
-  BFloat16* c;  // shares no memory with a and b
+  OperandOf<BFloat16> a;  // rows x depth, not transposed
+  OperandOf<BFloat16> b;  // depth x cols
+  BFloat16* c;            // shares no memory with a and b
   int64_t ldc;
   int64_t rows;
   int64_t cols;
@@ -30,16 +28,9 @@ struct Bf16Product {
   float beta[2] = {0.0f, 0.0f};
 };
 
-// The part of c that one call computes, at most kBf16BlockRows x kBf16BlockCols. In a symmetric
-// product the elements below the diagonal are left out, and the call also writes the mirror image.
-struct Bf16Block {
-  int64_t first_row;
-  int64_t last_row;
-  int64_t first_col;
-  int64_t last_col;
-};
-
-// A block's sums, and kBf16PanelDepth rows of b beside it, fit into an L2 cache of 1 MB.
+// Blocks have at most kBf16BlockRows x kBf16BlockCols elements, in a symmetric product also blocks
+// of which a part lies below the diagonal. Their sums, and kBf16PanelDepth rows of b beside them,
+// fit into an L2 cache of 1 MB.
 inline constexpr int64_t kBf16BlockRows = 512;
 inline constexpr int64_t kBf16BlockCols = 128;
 inline constexpr int64_t kBf16PanelDepth = 2048;
@@ -49,7 +40,7 @@ struct alignas(64) Bf16Scratch {
 };
 
 struct Bf16Kernels {
-  void (*product)(const Bf16Product&, const Bf16Block&, Bf16Scratch&);
+  void (*product)(const Bf16Product&, const Block&, Bf16Scratch&);
   // Transposes rows x cols elements, whole tiles of them, into rows of `ldt`.
   void (*transpose)(const BFloat16* from, int64_t ldf, int64_t rows, int64_t cols, BFloat16* to,
                     int64_t ldt);

@@ -32,7 +32,7 @@ void orthogonalize_on_cpu(const NewtonSchulz& ns, const at::Tensor& contiguous) 
     all.push_back({x, rows, cols, cols});
   }
   const at::Tensor workspace =
-      at::empty({cpu::orthogonalize_workspace(ns, all)}, contiguous.options().dtype(at::kFloat));
+      at::empty({cpu::orthogonalize_workspace(all)}, contiguous.options().dtype(at::kFloat));
   cpu::orthogonalize(ns, all, workspace.data_ptr<float>());
 }
 
@@ -44,13 +44,12 @@ at::Tensor orthogonalize(const at::Tensor& matrices, at::ArrayRef<double> coeffi
   if (result.numel() == 0) {
     return result;
   }
-  const bool is_bf16 = matrices.scalar_type() == at::kBFloat16 && cpu::multiplies_bf16();
-  if (!matrices.is_cpu() || !(is_bf16 || matrices.scalar_type() == at::kFloat)) {
+  if (!matrices.is_cpu() || !cpu::orthogonalizes(matrices.scalar_type())) {
     const at::Tensor batch = matrices.detach().reshape({-1, matrices.size(-2), matrices.size(-1)});
     return result.copy_(orthogonalized(ns, batch).view_as(result));
   }
   result.copy_(matrices.detach());
-  if (is_bf16) {
+  if (matrices.scalar_type() == at::kBFloat16) {
     orthogonalize_on_cpu<BFloat16>(ns, result);
   } else {
     orthogonalize_on_cpu<float>(ns, result);

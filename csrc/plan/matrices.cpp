@@ -16,8 +16,7 @@ constexpr int64_t kCastPerThread = 1 << 15;
 bool is_multiplied_here(const NewtonSchulz& newton_schulz, at::Device device,
                         at::ScalarType dtype) {
   return !newton_schulz.instead && device.is_cpu() &&
-         (dtype == at::kFloat || dtype == at::kDouble ||
-          (dtype == at::kBFloat16 && cpu::multiplies_bf16()));
+         (dtype == at::kDouble || cpu::orthogonalizes(dtype));
 }
 
 template <class T>
@@ -87,8 +86,8 @@ int64_t orthogonalize_workspace(const NewtonSchulz& newton_schulz,
     return 0;
   }
   return dtype == at::kBFloat16
-             ? cpu::orthogonalize_workspace(newton_schulz, in_memory<BFloat16>(matrices, nullptr))
-             : cpu::orthogonalize_workspace(newton_schulz, in_memory<float>(matrices, nullptr));
+             ? cpu::orthogonalize_workspace(in_memory<BFloat16>(matrices, nullptr))
+             : cpu::orthogonalize_workspace(in_memory<float>(matrices, nullptr));
 }
 
 void orthogonalize_matrices(const NewtonSchulz& newton_schulz, std::vector<Matrix> matrices,

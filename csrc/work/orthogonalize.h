@@ -45,23 +45,23 @@ using Multiply = std::function<void(const Product&)>;
 void multiply(const Product& p);  // cpu/multiply.h
 
 // Returns how many floats of workspace a matrix needs.
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const Matrix& matrix);
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const Bf16Matrix& matrix);
+int64_t orthogonalize_workspace(const Matrix& matrix);
+int64_t orthogonalize_workspace(const Bf16Matrix& matrix);
 // Orthogonalizes a matrix in place, on all threads, or inside a parallel region on the calling one.
 // `run` computes the products; a test counts them instead.
 void orthogonalize(const NewtonSchulz& ns, const Matrix& matrix, float* workspace,
                    const Multiply& run = multiply);
 
 // The same for several matrices. Many small ones are shared out among the threads.
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Matrix>& matrices);
-int64_t orthogonalize_workspace(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices);
+int64_t orthogonalize_workspace(const std::vector<Matrix>& matrices);
+int64_t orthogonalize_workspace(const std::vector<Bf16Matrix>& matrices);
 void orthogonalize(const NewtonSchulz& ns, const std::vector<Matrix>& matrices, float* workspace);
-// Requires multiplies_bf16().
 void orthogonalize(const NewtonSchulz& ns, const std::vector<Bf16Matrix>& matrices,
                    float* workspace);
 
-// Returns whether this CPU has instructions for products of bf16, and torch may use AVX-512.
-bool multiplies_bf16();
+// Returns whether these functions take matrices of a dtype: of float32, and of bfloat16 if the CPU
+// has instructions for such products and torch may use AVX-512.
+bool orthogonalizes(at::ScalarType dtype);
 
 }  // namespace cpu
 }  // namespace torchopt_ext

@@ -22,7 +22,7 @@ NewtonSchulz jordan(size_t steps) {
 double multiply_adds(const NewtonSchulz& ns, int64_t rows, int64_t cols) {
   std::vector<float> x(static_cast<size_t>(rows * cols), 1.0f);
   const cpu::Matrix matrix{x.data(), rows, cols, cols};
-  std::vector<float> workspace(static_cast<size_t>(cpu::orthogonalize_workspace(ns, matrix)));
+  std::vector<float> workspace(static_cast<size_t>(cpu::orthogonalize_workspace(matrix)));
   double count = 0.0;
   cpu::orthogonalize(ns, matrix, workspace.data(), [&](const Product& p) {
     const int64_t elements = p.symmetric ? p.rows * (p.rows + 1) / 2 : p.rows * p.cols;

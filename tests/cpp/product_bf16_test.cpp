@@ -82,11 +82,8 @@ void expect_products(const Bf16Case& c) {
   const std::array<AlignedRows, 2> addends = {AlignedRows(c.rows, c.cols, 4),
                                               AlignedRows(c.rows, c.cols, 5)};
   AlignedRows result(c.rows, c.cols, 3);
-  Bf16Product p{.a = a.x,
-                .lda = a.ld,
-                .b = b.x,
-                .ldb = b.ld,
-                .b_transposed = c.b_transposed,
+  Bf16Product p{.a = {a.x, a.ld, false},
+                .b = {b.x, b.ld, c.b_transposed},
                 .c = result.x,
                 .ldc = result.ld,
                 .rows = c.rows,
