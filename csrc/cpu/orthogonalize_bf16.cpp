@@ -1,4 +1,6 @@
 // Newton-Schulz iterations on bf16 matrices, by products with sums in fp32.
+#include <numeric>
+
 #include "cpu/newton_schulz.h"
 #include "cpu/product_bf16.h"
 
@@ -55,67 +57,90 @@ void transpose(const Bf16Matrix& from, const Bf16Matrix& to) {
   });
 }
 
-// c = alpha a b + the addends' sum, of symmetric matrices that commute
-void multiply_squares(int64_t m, BFloat16* c, const BFloat16* a, const BFloat16* b, float alpha,
-                      float beta, const BFloat16* addend, float other_beta = 0.0f,
-                      const BFloat16* other = nullptr) {
-  multiply({.a = {a, m, false},
-            .b = {b, m, true},
-            .c = c,
-            .ldc = m,
-            .rows = m,
-            .cols = m,
-            .depth = m,
-            .symmetric = true,
-            .alpha = alpha,
-            .addend = {addend, other},
-            .beta = {beta, other_beta}});
-}
+// A symmetric matrix d I + p. The mean of p's diagonal is about 0: R and Q are close to multiples
+// of I, so p's elements are small, and so are their rounding errors.
+struct Square {
+  BFloat16* p;
+  double d;
+};
 
-// Runs the steps [first, last) of a segment (newton_schulz.h) on a wide matrix. Every Q is held as
-// a I + P, with only P in bf16.
-void segment(const NewtonSchulz& ns, size_t first, size_t last, const Bf16Matrix& from,
-             const Bf16Matrix& to, BFloat16* workspace) {
+// Computes symmetric matrices of `padded` rows and columns, of which `rows` have a meaning.
+struct Squares {
+  int64_t rows;
+  int64_t padded;
+  float* diagonal;
+
+  // c = shift I + the product, whose other fields are filled in.
+  void multiply(Square& c, double shift, Bf16Product product) const {
+    product.c = c.p;
+    product.ldc = product.rows = product.cols = padded;
+    product.symmetric = true;
+    product.diagonal = diagonal;
+    bf16::multiply(product);
+    const double mean = std::accumulate(diagonal, diagonal + rows, 0.0) / static_cast<double>(rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      c.p[i * padded + i] = narrow<BFloat16>(static_cast<float>(diagonal[i] - mean));
+    }
+    c.d = shift + mean;
+  }
+
+  // q = a I + b r + c r^2
+  void polynomial(Square& q, const std::array<double, 3>& abc, const Square& r) const {
+    const auto [a, b, c] = abc;
+    multiply(q, a + r.d * (b + c * r.d),
+             {.a = {r.p, padded, false},
+              .b = {r.p, padded, true},
+              .depth = padded,
+              .alpha = static_cast<float>(c),
+              .addend = {r.p, nullptr},
+              .beta = {static_cast<float>(b + 2 * c * r.d), 0.0f}});
+  }
+
+  // c = a b, of matrices that commute
+  void multiply(Square& c, const Square& a, const Square& b) const {
+    multiply(c, a.d * b.d,
+             {.a = {a.p, padded, false},
+              .b = {b.p, padded, true},
+              .depth = padded,
+              .addend = {a.p, b.p},
+              .beta = {static_cast<float>(b.d), static_cast<float>(a.d)}});
+  }
+};
+
+// Runs the steps [first, last) of a segment (newton_schulz.h) on a wide matrix of `rows` rows and
+// others of zeros.
+void segment(const NewtonSchulz& ns, size_t first, size_t last, int64_t rows,
+             const Bf16Matrix& from, const Bf16Matrix& to, BFloat16* workspace) {
   const int64_t m = from.rows;
-  BFloat16* const r = workspace;
-  BFloat16* all = r + m * m;  // with `identity` the product of all Q
-  BFloat16* other = all + m * m;
-  BFloat16* const q = other + m * m;
-  multiply({.a = {from.x, from.ld, false},
-            .b = {from.x, from.ld, true},
-            .c = r,
-            .ldc = m,
-            .rows = m,
-            .cols = m,
-            .depth = from.cols,
-            .symmetric = true});
-  float identity = 1.0f;
+  const Squares squares{rows, m, reinterpret_cast<float*>(workspace)};
+  workspace += 2 * m;
+  Square r{workspace, 0.0};
+  Square all{workspace + m * m, 0.0};  // the product of all Q
+  Square other{workspace + 2 * m * m, 0.0};
+  Square q{workspace + 3 * m * m, 0.0};
+  squares.multiply(
+      r, 0.0, {.a = {from.x, from.ld, false}, .b = {from.x, from.ld, true}, .depth = from.cols});
   for (size_t step = first; step < last; ++step) {
-    const std::array<float, 3> abc = {static_cast<float>(ns.coefficients[step][0]),
-                                      static_cast<float>(ns.coefficients[step][1]),
-                                      static_cast<float>(ns.coefficients[step][2])};
-    BFloat16* const now = step == first ? all : q;
-    multiply_squares(m, now, r, r, abc[2], abc[1], r);
-    if (step > first) {  // (a I + q) (identity I + all)
-      multiply_squares(m, other, q, all, 1.0f, abc[0], all, identity, q);
+    Square& now = step == first ? all : q;
+    squares.polynomial(now, ns.coefficients[step], r);
+    if (step > first) {
+      squares.multiply(other, q, all);
       std::swap(all, other);
     }
-    identity *= abc[0];
-    if (step + 1 < last) {  // R = (a I + now)^2 R
-      multiply_squares(m, other, now, r, 1.0f, abc[0], r);
-      multiply_squares(m, r, other, now, 1.0f, abc[0], other);
+    if (step + 1 < last) {  // R = Q^2 R
+      squares.multiply(other, now, r);
+      squares.multiply(r, now, other);
     }
   }
-  multiply({.a = {all, m, false},
+  multiply({.a = {all.p, m, false},
             .b = {from.x, from.ld, false},
             .c = to.x,
             .ldc = to.ld,
             .rows = m,
             .cols = from.cols,
             .depth = m,
-            .symmetric = false,
             .addend = {from.x, nullptr},
-            .beta = {identity, 0.0f}});
+            .beta = {static_cast<float>(all.d), 0.0f}});
 }
 
 // A matrix in the workspace: wide, with sides that are multiples of a tile, padded with zeros,
@@ -176,9 +201,17 @@ void orthogonalize(const NewtonSchulz& ns, const Bf16Matrix& x, float* workspace
   if (is_tall) {
     transpose(tall(next), now);
   }
-  for (size_t i = 0; i < ns.coefficients.size(); std::swap(now, next)) {
-    const size_t end = segment_end(ns, i, x.rows == x.cols, kMostGrowth);
-    segment(ns, i, end, now, next, memory + 2 * wide.numel());
+  const size_t steps = ns.coefficients.size();
+  const auto segment_end = [&](size_t first) {
+    return cpu::segment_end(ns, first, wide.rows == wide.cols, kMostGrowth);
+  };
+  for (size_t i = 0; i < steps; std::swap(now, next)) {
+    size_t end = segment_end(i);
+    // The last segment is the longest: by then no singular value is small next to R's errors.
+    while (end - i > 1 && end < steps && segment_end(end - 1) == steps) {
+      --end;
+    }
+    segment(ns, i, end, std::min(x.rows, x.cols), now, next, memory + 2 * wide.numel());
     i = end;
   }
   if (is_tall) {
@@ -196,8 +229,8 @@ bool orthogonalizes(at::ScalarType dtype) {
 
 int64_t orthogonalize_workspace(const Bf16Matrix& x) {
   const bf16::Wide wide(x);
-  const int64_t squares = x.rows == x.cols ? 2 : 4;
-  return (2 * wide.numel() + squares * wide.rows * wide.rows) / 2;
+  const int64_t squares = wide.rows == wide.cols ? 2 : 4;
+  return wide.numel() + squares * wide.rows * wide.rows / 2 + wide.rows;
 }
 
 int64_t orthogonalize_workspace(const std::vector<Bf16Matrix>& matrices) {

@@ -139,6 +139,13 @@ inline void write_tile(const Bf16Product& p, int64_t i, int64_t j, const float* 
     }
     return;
   }
+  for (int64_t row = 0; i == j && p.diagonal != nullptr && row < kTile; ++row) {
+    float x = p.alpha * sums[row * (kTile + 1)];
+    for (int n = 0; n < 2 && p.addend[n] != nullptr; ++n) {
+      x = __builtin_fmaf(p.beta[n], widen(p.addend[n][at + row * (p.ldc + 1)]), x);
+    }
+    p.diagonal[i + row] = x;
+  }
   alignas(64) __m512i rows[kTile];
   alignas(64) __m512i mirrored[kTile];
   for (int row = 0; row < kTile; ++row) {

@@ -17,12 +17,13 @@ inline constexpr int64_t kBf16Tile = 32;
 struct Bf16Product {
   OperandOf<BFloat16> a;  // rows x depth, not transposed
   OperandOf<BFloat16> b;  // depth x cols
-  BFloat16* c;            // shares no memory with a and b
-  int64_t ldc;
-  int64_t rows;
-  int64_t cols;
-  int64_t depth;
-  bool symmetric;  // computes the upper half of c and mirrors it
+  BFloat16* c = nullptr;  // shares no memory with a and b
+  int64_t ldc = 0;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t depth = 0;
+  bool symmetric = false;     // computes the upper half of c and mirrors it
+  float* diagonal = nullptr;  // if symmetric: takes c's diagonal, not rounded
   float alpha = 1.0f;
   const BFloat16* addend[2] = {nullptr, nullptr};  // stored like c; one alone comes first
   float beta[2] = {0.0f, 0.0f};

@@ -82,6 +82,7 @@ void expect_products(const Bf16Case& c) {
   const std::array<AlignedRows, 2> addends = {AlignedRows(c.rows, c.cols, 4),
                                               AlignedRows(c.rows, c.cols, 5)};
   AlignedRows result(c.rows, c.cols, 3);
+  std::vector<float> diagonal(static_cast<size_t>(c.rows));
   Bf16Product p{.a = {a.x, a.ld, false},
                 .b = {b.x, b.ld, c.b_transposed},
                 .c = result.x,
@@ -90,6 +91,7 @@ void expect_products(const Bf16Case& c) {
                 .cols = c.cols,
                 .depth = c.depth,
                 .symmetric = c.symmetric,
+                .diagonal = c.symmetric ? diagonal.data() : nullptr,
                 .alpha = -1.5f};
   for (int n = 0; n < c.addends; ++n) {
     p.addend[n] = addends[static_cast<size_t>(n)].x;
@@ -112,6 +114,7 @@ void expect_products(const Bf16Case& c) {
          {std::pair{kBf16BlockRows, kBf16BlockCols}, std::pair{int64_t{64}, kBf16BlockCols},
           std::pair{int64_t{32}, int64_t{32}}}) {
       std::copy(before.x, before.x + c.rows * before.ld, result.x);
+      std::fill(diagonal.begin(), diagonal.end(), 0.0f);
       compute(*kernels, p, rows, cols);
       const std::vector<BFloat16> bits(result.x, result.x + c.rows * result.ld);
       first = first.empty() ? bits : first;
@@ -126,6 +129,12 @@ void expect_products(const Bf16Case& c) {
         if (mirrored) {
           ASSERT_EQ(result.at(i, j), result.at(j, i));
         }
+      }
+      if (c.symmetric) {
+        const float element = diagonal[static_cast<size_t>(i)];
+        const double value = expected(i, i);
+        ASSERT_NEAR(element, value, std::abs(value) * 1e-5 + tolerance) << i;
+        ASSERT_EQ(widen(narrow<BFloat16>(element)), result.at(i, i)) << i;
       }
       for (int64_t j = c.cols; j < result.ld; ++j) {
         ASSERT_EQ(result.at(i, j), before.at(i, j)) << "wrote past row " << i;

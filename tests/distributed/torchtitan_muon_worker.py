@@ -9,7 +9,6 @@ ours are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -69,16 +68,14 @@ def placing(mesh: DeviceMesh, *placements: Placement) -> Callable[[Tensor], Tens
 
 
 def matches_plain_muon_across_a_flat_checkpoint(dtype: torch.dtype) -> None:
-    """Ranks hold rows of blocks. torchtitan's tolerance of directions is 0.02, for bf16."""
+    """Ranks hold rows of blocks. torch's own directions in bf16 are off by up to 0.03 here."""
     place = placing(init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)), ROWS)
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     plain = {n: [nn.Parameter(m.clone()) for m in v.view(-1, 4, 3)] for n, v in values.items()}
     reference = torch.optim.Muon(chain(*plain.values()), **MUON)
     container, params = build(values, place, orthogonalize_dtype=dtype)
-    wide, tolerance = mock.patch.object(_muon, "torch", WIDE), 2e-5
-    if dtype is torch.bfloat16:
-        wide, tolerance = nullcontext(), 2e-2
+    tolerance = 4e-2 if dtype is torch.bfloat16 else 2e-5
     for resumes in (False, True):
         if resumes:
             (optimizer,) = container
@@ -96,7 +93,7 @@ def matches_plain_muon_across_a_flat_checkpoint(dtype: torch.dtype) -> None:
             for matrix, its in zip(plain[name], gradient.view(-1, 4, 3), strict=True):
                 matrix.grad = its
         container.step()
-        with wide:
+        with mock.patch.object(_muon, "torch", WIDE):
             reference.step()
         for name, param in params.items():
             expected = torch.cat([m.detach() for m in plain[name]]).view(param.shape)
