@@ -425,3 +425,15 @@ def test_a_conversion_that_swaps_tensors(parts, norm, converted):
             optimizer.zero_grad()
     assert_same(parts, copies)
     assert no_gradients(parts)
+
+
+def test_the_tensor_that_a_parameter_was_swapped_with(parts):
+    """It has the parameter's hook but is nobody's parameter, so its gradient stays."""
+    container, *_ = both(parts)
+    param = next(parts[0].parameters())
+    other = nn.Parameter(torch.ones_like(param))
+    torch.utils.swap_tensors(param, other)
+    before = other.detach().clone()
+    other.sum().backward()
+    container.step()
+    assert_same([other.detach(), other.grad], [before, torch.ones_like(before)])

@@ -223,6 +223,8 @@ def test_dions_names(scalar: str, algorithm: str, adjust: str | None) -> None:
     loaded = with_weights_of(optimizer, plain, kept)
     loaded.load_state_dict(from_dion({"state": state, "param_groups": groups}))
     assert loaded.param_groups[1]["betas"] == (0.8, 0.96)
+    for of_dion, group in zip(groups, loaded.param_groups, strict=True):
+        assert ("nesterov" in group) == (of_dion["algorithm"] == algorithm)  # dion: all
     counts = [int(entry["step"]) for entry in loaded.state.values()]
     assert counts == [4] * 3 + [3 if scalar == "adamw" else 4] * 3  # AdamW's may lack a gradient
     assert_next_step_is_near(loaded, optimizer)
