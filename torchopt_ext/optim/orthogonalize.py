@@ -26,8 +26,9 @@ def orthogonalize(
     A matrix with a NaN or infinity becomes NaN.
 
     float32 matrices on the CPU are multiplied by this library: the result has the same bits with
-    every instruction set and number of threads, alone or in a batch. Other matrices are multiplied
-    by torch, in their dtype, without this promise.
+    every instruction set and number of threads, alone or in a batch. bfloat16 matrices, too, on
+    CPUs with AMX or AVX-512 BF16, but their bits depend on which of these. Other matrices are
+    multiplied by torch, in their dtype, without this promise.
 
     Args:
         matrices: shape [..., m, n], of float32, bfloat16, float16 or float64, on any device.
