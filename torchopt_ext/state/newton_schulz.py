@@ -31,9 +31,9 @@ PRESETS: dict[str, tuple[Triple, ...]] = {
     ),
     # DeepSeek-V4's report: eight fast steps, then two that converge.
     "deepseek_v4": (JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,
-    # arXiv:2506.10935, as Emerging-Optimizers has them, but with a safety factor of 1.03: a singular
-    # value 0.1 % above the interval of the others grows to infinity, and rounding to bf16 moves
-    # them by more than 1 %.
+    # arXiv:2506.10935, as Emerging-Optimizers has them, but with a safety factor of 1.03: those
+    # take a singular value 0.1 % above their interval to infinity, and rounding to bf16 moves it by
+    # more than 1 %.
     "cans": (
         (8.2236, -22.9775, 16.0698),
         (4.1016, -2.9311, 0.5264),
