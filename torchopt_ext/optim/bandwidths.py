@@ -2,7 +2,9 @@
 
 import functools
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +76,7 @@ class Bandwidths(NamedTuple):
 def bandwidths(device: torch.device) -> Bandwidths:
     """Measures the link to a device, and the host's memory by this process's threads, once.
 
-    Waits for the device.
+    Waits for the device. Warns if the link has less than half of the rate that its PCIe allows.
     """
     like = torch.empty(_BYTES, dtype=torch.uint8, device="meta")
     here, other = _C.carve([like, like], stepped_on=device)
@@ -82,7 +84,37 @@ def bandwidths(device: torch.device) -> Bandwidths:
     up = _seconds(lambda: there.copy_(here, non_blocking=True), device)
     down = _seconds(lambda: here.copy_(there, non_blocking=True), device)
     copy = _seconds(lambda: other.copy_(here), device)
-    return Bandwidths(_BYTES / max(up, down) / 1e9, 2 * _BYTES / copy / 1e9)
+    found = Bandwidths(_BYTES / max(up, down) / 1e9, 2 * _BYTES / copy / 1e9)
+    if device.type == "cuda":
+        warn_of_slow_link(found.link, _pci_folder(device))
+    return found
+
+
+def warn_of_slow_link(link: float, folder: Path) -> None:
+    """Warns if a link of so many GB/s has less than half of what its PCI device in sysfs allows."""
+
+    def lanes(which: str) -> tuple[float, int]:
+        speed = (folder / f"{which}_link_speed").read_text().split()[0]  # "32.0 GT/s PCIe"
+        return float(speed), int((folder / f"{which}_link_width").read_text())
+
+    try:
+        (speed, width), (now, used) = lanes("max"), lanes("current")
+    except (OSError, ValueError, IndexError):
+        return
+    nominal = speed * width / 8 * 128 / 130  # GB/s: PCIe 3 to 5 send 130 bits for 128
+    if link < nominal / 2:
+        warnings.warn(
+            f"the link to the GPU moves {link:.1f} GB/s, less than half of the {nominal:.1f} GB/s "
+            f"of its PCIe: it has {used} of {width} lanes, at {now:g} of {speed:g} GT/s, and may "
+            f"be shared, or lead to another NUMA node than this process runs on",
+            stacklevel=3,
+        )
+
+
+def _pci_folder(device: torch.device) -> Path:
+    its: Any = torch.cuda.get_device_properties(device)
+    address = f"{its.pci_domain_id:04x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
+    return Path("/sys/bus/pci/devices") / address
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

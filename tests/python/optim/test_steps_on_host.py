@@ -10,6 +10,7 @@ import logging
 import random
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from torch import nn
 from torchopt_ext import FusedAdamW, FusedMuon
 from torchopt_ext.optim import bandwidths as bandwidths_module
 from torchopt_ext.optim import host_steps
-from torchopt_ext.optim.bandwidths import Bandwidths, Crossing, stepped_on_host, streamed
+from torchopt_ext.optim.bandwidths import (
+    Bandwidths,
+    Crossing,
+    stepped_on_host,
+    streamed,
+    warn_of_slow_link,
+)
 from torchopt_ext.optim.host_step import HostStep
 
 from ...support.compare import bits, snapshot
@@ -240,6 +247,23 @@ def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = bandwidths_module.bandwidths(torch.device("cpu"))
     assert min(first) > 0.01 and bandwidths_module.bandwidths(torch.device("cpu")) is first
     bandwidths_module.bandwidths.cache_clear()
+
+
+def test_a_slow_link_is_told(tmp_path: Path) -> None:
+    def write(**values: str) -> None:
+        for name, value in values.items():
+            (tmp_path / name).write_text(f"{value}\n")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_link(1.0, tmp_path)  # no PCI device, such as of Grace
+        write(max_link_speed="32.0 GT/s PCIe", max_link_width="16", current_link_width="8")
+        write(current_link_speed="Unknown")
+        warn_of_slow_link(1.0, tmp_path)
+        write(current_link_speed="16.0 GT/s PCIe")
+        warn_of_slow_link(32.0, tmp_path)  # of 63
+    with pytest.warns(UserWarning, match="31.0 GB/s, .* 8 of 16 lanes, at 16 of 32 GT/s"):
+        warn_of_slow_link(31.0, tmp_path)
 
 
 @pytest.mark.parametrize(
