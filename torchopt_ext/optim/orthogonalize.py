@@ -41,6 +41,7 @@ def orthogonalize(
         A contiguous tensor like ``matrices``.
 
     Raises:
+        TypeError: coefficients or steps are of a wrong type.
         ValueError: coefficients, steps or eps are out of range.
         RuntimeError: ``matrices`` has another dtype or layout, or less than two dimensions.
     """

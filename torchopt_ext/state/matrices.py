@@ -163,10 +163,7 @@ def coefficients_of(group: Mapping[str, Any]) -> list[Triple]:
     by_step = isinstance(coefficients, str) and coefficients not in ("jordan", "polar_express")
     if not isinstance(coefficients, str) and len(coefficients):
         by_step = isinstance(coefficients[0], Sequence)
-    triples = step_coefficients(coefficients, None if by_step else steps)
-    if not all(math.isfinite(value) for triple in triples for value in triple):
-        raise ValueError(f"ns_coefficients is {coefficients!r}, expected finite numbers")
-    return triples
+    return step_coefficients(coefficients, None if by_step else steps)
 
 
 def matrices_of(group: Mapping[str, Any], param: Tensor, what: str | int) -> list[Matrix]:

@@ -1,6 +1,9 @@
 """Coefficients of Newton-Schulz iterations."""
 
+import math
 from collections.abc import Sequence
+
+from torchopt_ext._arguments import expect_counts
 
 Triple = tuple[float, float, float]
 
@@ -60,9 +63,16 @@ def step_coefficients(
             "polar_express", and otherwise as many as the list or preset has.
 
     Raises:
-        ValueError: there is no such preset, a triple has not three numbers, or ``steps`` is out of
-            range.
+        TypeError: the coefficients are neither a name nor a sequence, or ``steps`` is no integer.
+        ValueError: there is no such preset, a triple has not three finite numbers, or ``steps`` is
+            out of range.
     """
+    if not isinstance(coefficients, Sequence):
+        raise TypeError(
+            f"coefficients is {coefficients!r:.200}, expected the name of a preset or numbers"
+        )
+    if steps is not None:
+        expect_counts(steps=steps)
     if isinstance(coefficients, str):
         if coefficients not in PRESETS:
             names = ", ".join(map(repr, PRESETS))
@@ -83,6 +93,8 @@ def step_coefficients(
         raise ValueError(f"steps is {steps}, expected 0 to 99")
     if steps and not triples:
         raise ValueError(f"coefficients has no triple for {steps} steps")
+    if not all(math.isfinite(value) for triple in triples for value in triple):
+        raise ValueError(f"coefficients is {coefficients!r:.200}, expected finite numbers")
     return (triples + triples[-1:] * steps)[:steps]
 
 

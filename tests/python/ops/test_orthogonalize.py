@@ -319,12 +319,29 @@ def test_presets_are_their_triples() -> None:
         ("jordan", -1, "-1"),
         ("jordan", 100, "100"),
         ([], 1, "no triple"),
+        ((1.0, math.nan, 1.0), None, "nan.*finite"),
+        ([JORDAN, (math.inf, 1.0, 1.0)], None, "inf.*finite"),
     ],
     ids=str,
 )
 def test_rejects_coefficients(coefficients: Any, steps: int | None, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         step_coefficients(coefficients, steps)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "message"),
+    [
+        (torch.ones(3), None, "coefficients is tensor.*name of a preset or numbers"),
+        (None, None, "coefficients is None"),
+        (JORDAN, 2.5, "steps is 2.5, expected an integer"),
+        (JORDAN, "5", "steps is '5', expected an integer"),
+    ],
+    ids=str,
+)
+def test_rejects_coefficients_of_a_wrong_type(coefficients: Any, steps: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        orthogonalize(torch.ones(2, 3), coefficients, steps=steps)
 
 
 @pytest.mark.parametrize("wrong", ["sparse", "complex", "integer"])
