@@ -155,7 +155,7 @@ def build(name: str, matrices: Shapes, rest: Shapes, bf16: bool) -> Group:
     return Group(name, [*matrices, *rest], cases, baseline=TORCH, rounds=5)
 
 
-def build_beside(name: str, matrices: Shapes, rest: Shapes, peer: str) -> Group:
+def build_beside(name: str, matrices: Shapes, rest: Shapes, bf16: bool, peer: str) -> Group:
     """Returns a group of our step and another library's, or torch's compiled.
 
     Raises:
@@ -169,6 +169,9 @@ def build_beside(name: str, matrices: Shapes, rest: Shapes, peer: str) -> Group:
         call = two_optimizers(PEERS[peer], mine, others)
     theirs = "torch Muon + AdamW compiled" if peer == COMPILED else f"{peer} Muon + AdamW fused"
     cases = [Case(theirs, CLIP, call), Case(OURS, CLIP, fused(mine, others))]
+    if bf16:
+        of_bf16 = fused(mine, others, orthogonalize_dtype=torch.bfloat16)
+        cases.append(Case(OURS_BF16, CLIP, of_bf16))
     return Group(f"{name}, {peer}", [*matrices, *rest], cases, baseline=theirs, rounds=3)
 
 
@@ -247,6 +250,7 @@ def main() -> None:
     about = harness.start(options, options.threads)
     if options.quick:
         torch.compiler.set_stance("force_eager")
+    torch._dynamo.config.recompile_limit = 1000  # dion compiles its iterations for each shape
     rates, shares = product_rates(options.quick), newton_schulz_shares(options.quick)
     n = max(n for n, _ in rates)
     bf16 = options.bf16 or rates[n, torch.bfloat16] > rates[n, torch.float32]
@@ -256,7 +260,7 @@ def main() -> None:
         builds += [partial(build, name, *its, bf16) for name, its in shapes.items()]
     for peer in () if options.only_passes else options.beside:
         builds += [
-            partial(build_beside, name, *its, peer)
+            partial(build_beside, name, *its, bf16, peer)
             for name, its in shapes.items()
             if peer != COMPILED
             or sum(shape[0] if shape[2:] else 1 for shape in its[0]) <= MOST_COMPILED
