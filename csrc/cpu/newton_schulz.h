@@ -126,7 +126,8 @@ int64_t workspace_of_all(const std::vector<MatrixOf<T>>& matrices) {
   return std::max(largest, largest_small * at::get_num_threads());
 }
 
-// Calls one(matrix, workspace) for each matrix: on all threads, or for many small ones on each.
+// Calls one(matrix, workspace) for each matrix. A call uses all threads, but if there are many
+// small matrices, each thread makes calls for some of them.
 template <class T, class One>
 void orthogonalize_all(const std::vector<MatrixOf<T>>& matrices, float* workspace, const One& one) {
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();

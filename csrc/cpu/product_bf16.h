@@ -25,7 +25,7 @@ struct Bf16Product {
   bool symmetric = false;     // computes the upper half of c and mirrors it
   float* diagonal = nullptr;  // if symmetric: takes c's diagonal, not rounded
   float alpha = 1.0f;
-  const BFloat16* addend[2] = {nullptr, nullptr};  // stored like c; one alone comes first
+  const BFloat16* addend[2] = {nullptr, nullptr};  // stored like c; a single one is addend[0]
   float beta[2] = {0.0f, 0.0f};
 };
 

@@ -152,6 +152,19 @@ def test_bfloat16_is_as_exact_as_torchs(shape: tuple[int, int], condition: int) 
     assert (ours - expected).norm() < (theirs - expected).norm()
 
 
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 160)], ids=str)
+def test_bfloat16_keeps_small_singular_values(shape: tuple[int, int]) -> None:
+    """The steps enlarge them, with the errors that a rounded division by the norm would make."""
+    if not has_own_bf16_products():
+        pytest.skip("the CPU has no instructions for products of bf16")
+    torch.manual_seed(4)
+    x = torch.randn(shape[0], 4) @ torch.randn(4, shape[1]) + 0.01 * torch.randn(shape)
+    x = x.bfloat16()
+    expected = exactly(x, [JORDAN] * 5)
+    theirs = _zeropower_via_newtonschulz(x, JORDAN, 5, 1e-7).double()
+    assert (orthogonalize(x) - expected).norm() < 0.3 * (theirs - expected).norm()
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (1, 1000), (1000, 1)], ids=str)
 @each_preset
 def test_vectors(preset: str, shape: tuple[int, int]) -> None:
