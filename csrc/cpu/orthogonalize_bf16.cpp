@@ -8,7 +8,7 @@ namespace torchopt_ext::cpu {
 namespace bf16 {
 namespace {
 
-// Rounding errors of R, about 1e-3, grow to 0.15 at most: in the next Q, times b, they stay below a.
+// Rounding errors of R, about 1e-3, grow to 0.15 at most. Times b they enter the next Q, beside a.
 constexpr double kMostGrowth = 150.0;
 constexpr int64_t kProductPerThread = int64_t{1} << 22;  // multiply-adds worth a second thread
 
