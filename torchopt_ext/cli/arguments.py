@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torchopt_ext.cli.terminal import CommandError, Parser, listed, number, positive
+from torchopt_ext.cli.terminal import CommandError, Parser, number, positive
 
 NAMED = "gpt2"
 ALIKE = 1024
@@ -109,21 +109,17 @@ def plan(args: list[str]) -> argparse.Namespace:
     command.add_argument("file", nargs="?", type=file_or_count, metavar="MODEL", help="see above")
     add_source(command)
     command.add_argument("--world-size", type=number, default=8, metavar="W", help="ranks (8)")
-    command.add_argument(
+    command.choice(
         "--sharding",
-        choices=SHARDINGS,
-        help="plan whose ranks are listed (zero1); with --gpu-memory the only one",
+        SHARDINGS,
+        "plan whose ranks are listed (zero1); with --gpu-memory the only one",
     )
     add_dtype(command, "--grad-dtype", FLOATS, "dtype of gradients (their parameters')")
-    command.add_argument(
-        "--master-weights", choices=MASTERS, help="FusedAdamW's master_weights (none)"
-    )
+    command.choice("--master-weights", MASTERS, "FusedAdamW's master_weights (none)")
     add_dtype(command, "--state-dtype", MOMENTS, "dtype of the moments")
-    command.add_argument(
+    command.names(
         "--fp32-moments",
-        type=listed,
-        metavar="A,B,C",
-        help='parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
+        'parameters that keep fp32 moments with int8: "embedding", or patterns of names; "" '
         "for none (embedding)",
     )
     command.add_argument(
@@ -133,28 +129,21 @@ def plan(args: list[str]) -> argparse.Namespace:
         help="keep averages of the weights (none); what moves counts a GPU's pass over them",
     )
     add_dtype(command, "--ema-dtype", AVERAGES, "dtype of the averages")
-    command.add_argument(
+    command.choice(
         "--algorithm",
-        choices=ALGORITHMS,
+        ALGORITHMS,
+        "of the step (adamw); muon and normuon step the matrices that muon_groups chooses",
         default="adamw",
-        help="of the step (adamw); muon and normuon step the matrices that muon_groups chooses",
     )
     rest = [name for name in ALGORITHMS if name not in OF_MATRICES]
-    command.add_argument("--rest", choices=rest, help="algorithm beside Muon (adamw)")
-    command.add_argument(
-        "--not-muon",
-        type=listed,
-        metavar="A,B,C",
-        help="patterns of the names of further parameters that Muon does not step",
+    command.choice("--rest", rest, "algorithm beside Muon (adamw)")
+    command.names(
+        "--not-muon", "patterns of the names of further parameters that Muon does not step"
     )
-    command.add_argument("--amsgrad", action="store_true", help="include Adam's third moment")
-    command.add_argument("--momentum", action="store_true", help="include SGD's momentum")
-    command.add_argument(
-        "--no-norm", action="store_true", help="gradients are neither clipped nor checked"
-    )
-    command.add_argument(
-        "--state-device", choices=("cpu",), help="hold masters and moments in memory of the host"
-    )
+    command.switch("--amsgrad", "include Adam's third moment")
+    command.switch("--momentum", "include SGD's momentum")
+    command.switch("--no-norm", "gradients are neither clipped nor checked")
+    command.choice("--state-device", ("cpu",), "hold masters and moments in memory of the host")
     for option, metavar, text in (
         ("--state-fraction", "F", "the part of them that is held there (1)"),
         ("--bandwidth", "GB/S", "bandwidth of memory; adds the step's time"),
@@ -169,8 +158,8 @@ def plan(args: list[str]) -> argparse.Namespace:
          "needs more there"),
     ):  # fmt: skip
         command.add_argument(option, type=positive, metavar=metavar, help=text)
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, such as plan.png")
+    command.switch("--json", "print everything as JSON")
+    command.file("--plot", "draw bars, such as plan.png")
     return _checked_plan(command.parse_args(args))
 
 
@@ -270,9 +259,7 @@ def schedule(args: list[str]) -> argparse.Namespace:
     command.add_argument(
         "--csv", metavar="FILE", help="write every step as CSV; - prints the CSV and nothing else"
     )
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the curves, such as lr.png"
-    )
+    command.file("--plot", "draw the curves, such as lr.png")
     options = command.parse_args(args)
     if options.steps is not None and options.steps > MOST_STEPS:
         raise CommandError(f"--steps is {options.steps:,}, expected {MOST_STEPS:,} at most")
@@ -303,22 +290,21 @@ def bench(args: list[str]) -> argparse.Namespace:
         """,
     )
     add_source(command)
-    command.add_argument(
+    command.choice(
         "--algorithm",
-        choices=("adamw", "muon"),
-        default="adamw",
-        help="of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
+        ("adamw", "muon"),
+        "of the step (adamw); muon steps the matrices that muon_groups chooses, and AdamW "
         "the rest, convolutions and stacks of matrices too, which torch's Muon does not take",
+        default="adamw",
     )
-    command.add_argument(
+    command.choice(
         "--master-weights",
-        choices=MASTERS,
-        help="masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
+        MASTERS,
+        "masters of 16-bit parameters; torch is then timed on fp32 copies, with the casts",
     )
-    command.add_argument(
+    command.switch(
         "--offload",
-        action="store_true",
-        help="measure instead what states in host memory cost: the link, the host, the steps",
+        "measure instead what states in host memory cost: the link, the host, the steps",
     )
     add_dtype(command, "--state-dtype", MOMENTS, "with --offload, dtype of the moments")
     command.add_argument(
@@ -326,11 +312,9 @@ def bench(args: list[str]) -> argparse.Namespace:
     )
     command.add_argument("--threads", type=number, metavar="N", help="CPU threads (torch's number)")
     command.add_argument("--seconds", type=positive, default=12.0, help="how long to time (12)")
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
-    command.add_argument("--markdown", type=Path, metavar="FILE", help="write a Markdown table")
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw a bar chart, such as bench.png"
-    )
+    command.switch("--json", "print everything as JSON")
+    command.file("--markdown", "write a Markdown table")
+    command.file("--plot", "draw a bar chart, such as bench.png")
     return command.parse_args(args)
 
 
@@ -357,11 +341,9 @@ def inspect(args: list[str]) -> argparse.Namespace:
         takes="CHECKPOINT",
     )
     command.add_argument("checkpoint", type=Path)
-    command.add_argument("--tensors", action="store_true", help="list every tensor")
-    command.add_argument(
-        "--no-hash", action="store_true", help="compute no hash, so that elements are not read"
-    )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.switch("--tensors", "list every tensor")
+    command.switch("--no-hash", "compute no hash, so that elements are not read")
+    command.switch("--json", "print everything as JSON")
     options = command.parse_args(args)
     expect_paths(options.checkpoint)
     return options
@@ -385,36 +367,30 @@ def convert(args: list[str]) -> argparse.Namespace:
     )
     command.add_argument("input", type=Path)
     command.add_argument("output", type=Path)
-    command.add_argument(
-        "--format", choices=FORMATS, help="format of OUTPUT (torch for .pt and .pth, else INPUT's)"
-    )
-    command.add_argument(
-        "--to-torch", action="store_true",
-        help="write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
+    command.choice("--format", FORMATS, "format of OUTPUT (torch for .pt and .pth, else INPUT's)")
+    command.switch(
+        "--to-torch",
+        "write the state of torch.optim.AdamW over fp32 weights: fp32 moments, no master "
         "weights, no entries of this package",
-    )  # fmt: skip
-    command.add_argument(
-        "--master-weights", choices=("none", *MASTERS), help="kind of master weights in OUTPUT"
     )
+    command.choice("--master-weights", ("none", *MASTERS), "kind of master weights in OUTPUT")
     add_dtype(command, "--state-dtype", MOMENTS, "dtype of the moments")
-    command.add_argument(
+    command.names(
         "--fp32-moments",
-        type=listed,
-        metavar="A,B,C",
-        help="patterns of the names of parameters that keep fp32 moments, such as embeddings, "
+        "patterns of the names of parameters that keep fp32 moments, such as embeddings, "
         "which a checkpoint does not mark",
     )
-    command.add_argument(
-        "--weights", type=Path, metavar="CHECKPOINT",
-        help="the model's checkpoint: bf16 weights turn remainders into master weights; fp32 "
+    command.file(
+        "--weights",
+        "the model's checkpoint: bf16 weights turn remainders into master weights; fp32 "
         "weights provide missing master weights or remainders; found by name, and for a state "
         "without names by order and shape, where that is clear",
-    )  # fmt: skip
-    command.add_argument(
-        "--save-weights", type=Path, metavar="FILE",
-        help="also write the exact master weights, by name; *.safetensors as such",
-    )  # fmt: skip
-    command.add_argument("--force", action="store_true", help="replace existing files")
+        metavar="CHECKPOINT",
+    )
+    command.file(
+        "--save-weights", "also write the exact master weights, by name; *.safetensors as such"
+    )
+    command.switch("--force", "replace existing files")
     options = command.parse_args(args)
     if options.to_torch:
         floats = options.state_dtype in (None, "float32")
@@ -441,12 +417,9 @@ def info(args: list[str]) -> argparse.Namespace:
         --json
         """,
     )
-    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.switch("--json", "print everything as JSON")
     return command.parse_args(args)
 
 
-PARSERS = {
-    "info": info, "plan": plan, "schedule": schedule, "bench": bench, "inspect": inspect,
-    "convert": convert,
-}  # fmt: skip
+PARSERS = {parser.__name__: parser for parser in (info, plan, schedule, bench, inspect, convert)}
 """Functions that check a command's arguments and return its options."""

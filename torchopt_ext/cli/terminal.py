@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +58,20 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH),
         )
+
+    def switch(self, flag: str, does: str) -> None:
+        self.add_argument(flag, action="store_true", help=does)
+
+    def choice(
+        self, flag: str, choices: Iterable[str], does: str, default: str | None = None
+    ) -> None:
+        self.add_argument(flag, choices=choices, help=does, default=default)
+
+    def names(self, flag: str, does: str) -> None:
+        self.add_argument(flag, type=listed, metavar="A,B,C", help=does)
+
+    def file(self, flag: str, does: str, metavar: str = "FILE") -> None:
+        self.add_argument(flag, type=Path, metavar=metavar, help=does)
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message}; --help shows what there is")
