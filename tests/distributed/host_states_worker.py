@@ -75,10 +75,11 @@ def assert_same_run(
     build: Callable[..., Any],
     reads: Callable[..., None],
     cls: type = FusedAdamW,
+    **paths: str,
 ) -> None:
     """Same bits as beside the parameters, also after a checkpoint crosses, in either direction."""
     models = [model_of(shards) for _ in range(2)]
-    places: list[dict[str, Any]] = [{}, {"state_device": "cpu"}]
+    places: list[dict[str, Any]] = [{}, {"state_device": "cpu", **paths}]
     runs = [
         (model, build(groups_of(model, cls), **OPTIONS, **place))
         for model, place in zip(models, places, strict=True)
@@ -184,18 +185,14 @@ def cases() -> dict[str, Callable[[], None]]:
             assert_same_run, True, partial(FusedAdamW, state_dtype="int8", fp32_moments=()), read
         ),
         "fsdp2, stepped on the host": partial(
-            assert_same_run, True, partial(FusedAdamW, offload_step="host"), read
+            assert_same_run, True, FusedAdamW, read, offload_step="host"
         ),
         "zero, stepped on the host": partial(
             assert_same_run,
             False,
-            partial(
-                ZeroRedundancyOptimizer,
-                optimizer_class=FusedAdamW,
-                partition="balanced",
-                offload_step="host",
-            ),
+            partial(ZeroRedundancyOptimizer, optimizer_class=FusedAdamW, partition="balanced"),
             read,
+            offload_step="host",
         ),
     }
     for partition in ("greedy", "balanced"):

@@ -16,7 +16,7 @@ from torchopt_ext.containers.in_backward import OptimizersInBackwardContainer
 from torchopt_ext.containers.optimizers import OptimizersContainer
 from torchopt_ext.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedOptimizer, FusedSGD
 from torchopt_ext.optim.fp32_moments import EMBEDDINGS, is_8_bit
-from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY, DEFAULTS
+from torchopt_ext.optim.options import ASK_FOR_NORM, CONFIGURED, DECAY, DEFAULTS, without_host
 from torchopt_ext.state.algorithms import ADAM, ALGORITHMS, algorithm_of
 from torchopt_ext.state.storage import SIXTEEN_BIT
 
@@ -236,7 +236,7 @@ def fused_options(config: Any) -> dict[str, Any]:
     """Returns a configuration's arguments of FusedAdamW, as :func:`read_options`.
 
     Raises:
-        ValueError: `rounding_seed` lacks `stochastic_rounding`, or `fp32_moments` 8-bit moments.
+        ValueError: an option lacks another, as `rounding_seed` without `stochastic_rounding`.
     """
     options = read_options(config)
     reject_ineffective(options)
@@ -286,9 +286,7 @@ def ineffective(
     messages = {}
     if options.get("rounding_seed") and not options.get("stochastic_rounding"):
         messages["rounding_seed"] = "rounding_seed has no effect without stochastic_rounding"
-    for name in ("state_fraction", "offload_step"):
-        if name in options and not options.get("state_device"):
-            messages[name] = f"{name} has no effect without state_device='cpu'"
+    messages |= without_host(options)
     if "fp32_moments" in options and not is_8_bit(options.get("state_dtype")):
         messages["fp32_moments"] = (
             "fp32_moments has no effect without state_dtype='int8', found "

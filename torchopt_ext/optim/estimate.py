@@ -171,15 +171,16 @@ def estimate(
     if world_size < 1:
         raise ValueError(f"Invalid world_size: {world_size}, expected 1 or more")
     reject_unknown(defaults, keys_of(algorithm), f"estimate with algorithm {algorithm!r}")
-    storage = StepOptions(
-        master_weights=master_weights,
-        state_dtype=state_dtype,
-        state_device=state_device,
-        state_fraction=state_fraction,
-        fp32_moments=fp32_moments,
-        ema_decay=ema_decay,
-        ema_dtype=ema_dtype,
-    ).storage
+    options = {
+        "master_weights": master_weights,
+        "state_dtype": state_dtype,
+        "state_device": state_device,
+        "state_fraction": state_fraction,
+        "fp32_moments": fp32_moments,
+        "ema_decay": ema_decay,
+        "ema_dtype": ema_dtype,
+    }
+    storage = StepOptions.of(StepOptions, options).storage
     on_host = state_fraction if storage.state_device == "cpu" else 0.0
     if isinstance(params, nn.Module):
         kind = type(params).__name__

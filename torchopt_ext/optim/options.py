@@ -121,7 +121,7 @@ class StepOptions:
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or has no effect.
     """
 
     max_grad_norm: float | None = None
@@ -188,13 +188,17 @@ class StepOptions:
 
         Raises:
             TypeError: there is no such argument; the message names the nearest.
+            ValueError: an option has no effect (:func:`without_host`).
         """
         for name in sorted(arguments.keys() - DEFAULTS.keys()):
             hint = did_you_mean(name, inspect.signature(owner).parameters)
             raise TypeError(
                 f"{owner.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}"
             )
-        return cls(**arguments)
+        options = cls(**arguments)
+        for message in without_host(vars(options)).values():
+            raise ValueError(message)
+        return options
 
     @property
     def storage(self) -> Storage:
@@ -231,6 +235,20 @@ def check_decay(value: Any) -> None:
     expect_numbers(ema_decay=0.0 if value is None else value)
     if value is not None and not 0.0 <= value <= 1.0:
         raise ValueError(f"Invalid ema_decay: {value}, expected None or a number from 0 to 1")
+
+
+def without_host(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the options that need states on the host, which the others do not ask for.
+
+    With messages. An optimizer whose states moved later keeps these options.
+    """
+    if str(options.get("state_device")).partition(":")[0] == "cpu":
+        return {}
+    return {
+        name: f"{name}={value!r} has no effect without state_device='cpu': pass both or neither"
+        for name in ("state_fraction", "offload_step")
+        if (value := options.get(name, DEFAULTS[name])) != DEFAULTS[name]
+    }
 
 
 DECAY: dict[str, Any] = {"cautious_weight_decay": False, "decay_follows_lr": 0.0}

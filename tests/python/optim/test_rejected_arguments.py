@@ -133,6 +133,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     *((ANY, {"state_device": wrong}, f"Invalid state_device: {wrong!r}") for wrong in ("disk", 1)),
     *((ANY, {"state_fraction": wrong}, f"Invalid state_fraction: {wrong}") for wrong in (0.0, 1.5)),
     (ANY, {"state_fraction": "all"}, "state_fraction is 'all'"),
+    (ANY, {"state_fraction": 0.5}, "state_fraction=0.5 has no .* state_device='cpu': pass both"),
+    *((ANY, {"state_device": place, "offload_step": path}, f"offload_step='{path}' has no effect")
+      for place, path in ((None, "auto"), ("cuda:0", "staged"))),
     (ANY, {"optim_bits": 8}, "mean 'state_dtype'"),
     (ANY, {"max_grad_nom": 1.0}, "mean 'max_grad_norm'"),
     (ANY, {"cautious_decay": True}, "did you mean 'cautious_weight_decay'"),
@@ -166,7 +169,7 @@ def test_options(name: str, wrong: dict[str, Any], message: str, wrap: Any) -> N
     group: dict[str, Any] = {"params": wrap([("body.weight", param)]), "lr": wrong.get("lr", 0.5)}
     with pytest.raises((TypeError, ValueError), match=message):
         OURS[name]([group], **wrong)
-    if "fp32_moments" in wrong:
+    if "fp32_moments" in wrong or "state_fraction" in wrong:
         for build in (
             lambda: FusedAdamW.estimate([("body.weight", param)], **wrong),
             lambda: OptimizersContainer(

@@ -51,6 +51,10 @@ IN_BACKWARD = {"early_step_in_backward": True}
             for kind in ("foreach", "for-loop")
             for more in ({}, {"skip_nonfinite": False}, {"max_norm": inf})
         ),
+        *(
+            ({"offload_step": "host", "zero": zero}, "'host' has no effect without state_device")
+            for zero in ("none", "greedy")
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named(
