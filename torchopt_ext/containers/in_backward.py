@@ -59,8 +59,8 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
 
     Raises:
         ValueError: as in OptimizersContainer. Also: no parameter is trainable, `backwards_per_step`
-            is below 1, None without a norm, or a number with a `process_group`; states are staged
-            (`offload_step`) without a norm.
+            is below 1, None without a norm, or a number with a `process_group`; `offload_step` is
+            "staged" or "host" without a norm.
     """
 
     measures_norm: bool  # max_grad_norm and skip_nonfinite need the norm
@@ -92,11 +92,14 @@ class OptimizersInBackwardContainer(OptimizersContainer[T]):
                 "backwards_per_step=None keeps all gradients until step(), as "
                 "OptimizersContainer does: it is for max_grad_norm and skip_nonfinite"
             )
-        if optimizer_kwargs.get("offload_step") == "staged" and not self.measures_norm:
-            raise ValueError(
-                "offload_step='staged' keeps slots on the GPU for each optimizer, here for each "
-                "parameter: use 'mapped'"
-            )
+        if not self.measures_norm and (path := optimizer_kwargs.get("offload_step")):
+            if path in ("staged", "host"):
+                raise ValueError(
+                    f"offload_step={path!r} needs buffers and waits for each optimizer, here for "
+                    "each parameter in backward: use 'mapped'"
+                )
+            if path == "auto":
+                optimizer_kwargs = {**optimizer_kwargs, "offload_step": "mapped"}
         super().__init__(model_parts, optimizer_cls, optimizer_kwargs, **kwargs)
         if not self.optimizers:
             raise ValueError("no parameter of the model parts is trainable")

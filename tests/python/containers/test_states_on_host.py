@@ -24,9 +24,12 @@ from torchopt_ext.mixed_precision import (
     optimizer_on_device,
     save_checkpoint,
 )
+from torchopt_ext.optim import host_steps
+from torchopt_ext.optim.bandwidths import Bandwidths
 
 from ...support.compare import snapshot, unchanged
 from ...support.host_states import addresses, count_locks, let_offloading_move, places
+from ...support.late_stream import LateStreams, stand_for_a_gpu
 from ...support.problems import through_file
 from .conftest import parameters
 
@@ -315,6 +318,25 @@ def test_what_is_rejected(kind: str) -> None:
     job.holders[0].register_step_pre_hook(move)
     job.train(range(3, 4))
     assert seen == ["moved"] and job.is_on_host()
+
+
+@pytest.mark.parametrize("norm", [{}, NORM])
+@pytest.mark.parametrize("path", ["mapped", "staged", "host", "auto"])
+def test_paths_in_backward(path: str, norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook waits for no copies; with a norm one step ends backward, by any path."""
+    stand_for_a_gpu(monkeypatch, late := LateStreams(early=0.3))
+    monkeypatch.setattr(host_steps, "bandwidths", lambda _: Bandwidths(1.0, 1000.0))
+    beside, on_host = {**norm}, {**norm, "state_device": "cpu", "offload_step": path}
+    if path in ("staged", "host") and not norm:
+        with pytest.raises(ValueError, match=f"'{path}' needs buffers .*: use 'mapped'"):
+            Job("in backward", "master", **on_host)
+        return
+    jobs = Job("in backward", "master", **beside), Job("in backward", "master", **on_host)
+    late.optimizers += jobs[1].holders
+    train(jobs, range(3))
+    assert_same(*jobs)
+    taken = {optimizer.offload_path for optimizer in jobs[1].holders}
+    assert taken == {{"auto": "host" if norm else "mapped"}.get(path, path)}
 
 
 def test_other_optimizers_have_no_place_for_states() -> None:
