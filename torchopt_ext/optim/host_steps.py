@@ -38,6 +38,10 @@ class HostSteps(PlacedStates):
     _chosen: str | None = None  # by "auto"
     _copies: Mapping[torch.device, tuple[SideStream, SideStream]] = {}  # down and up
 
+    def _reserve_host_memory(self) -> None:
+        super()._reserve_host_memory()
+        self._chosen = None  # a new group or masters may favor the other path
+
     @property
     def offload_step(self) -> OffloadStep:
         """The option of this name; it may be set between any two steps, with the same bits."""
@@ -57,7 +61,8 @@ class HostSteps(PlacedStates):
 
         "mapped", "staged" or "host".
 
-        None if there are none. With ``offload_step="auto"`` the first call, or step, measures.
+        None if there are none. With ``offload_step="auto"`` the first call, or step, measures, and
+        chooses; after :meth:`add_param_group` it chooses anew.
         """
         if self._storage.state_device is None:
             return None

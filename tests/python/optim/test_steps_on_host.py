@@ -6,6 +6,7 @@ copy as late as a GPU's may. In `make test-host-cuda` the CUDA back end makes bo
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import re
@@ -29,7 +30,7 @@ from torchopt_ext.optim.bandwidths import (
 )
 from torchopt_ext.optim.host_step import HostStep
 
-from ...support.compare import bits, snapshot
+from ...support.compare import assert_same_bits, bits, snapshot
 from ...support.late_stream import LateStreams, stand_for_a_gpu
 from ...support.problems import (
     clip_skip_or_leave_out,
@@ -239,6 +240,25 @@ def test_auto_says_what_it_chose(
     assert f"chose '{path}': the link moves 55.0 GB/s, the host's memory {host}" in caplog.text
     optimizer.move_state("cuda")
     assert optimizer.offload_path is None
+
+
+def test_auto_chooses_anew_when_a_group_is_added(
+    late: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_steps, "bandwidths", lambda _: Bandwidths(1.0, 1000.0))
+    options = {"lr": 0.1, "master_weights": "fp32"}
+    first, second = make_params([(9, 9)]), make_params([(40, 40)], torch.bfloat16)
+    usual = FusedAdamW([*copy.deepcopy(first), *copy.deepcopy(second)], **options)
+    optimizer = FusedAdamW(first, state_device="cpu", offload_step="auto", **options)
+    late.optimizers.append(optimizer)
+    train(optimizer, range(1), params=first)
+    assert optimizer.offload_path == "mapped"  # 8 bytes a parameter by either path
+    optimizer.add_param_group({"params": second})
+    assert optimizer.offload_path == "host"
+    train(usual, range(1), params=usual.param_groups[0]["params"][:1])
+    train(optimizer, range(1, 3), params=[*first, *second])
+    train(usual, range(1, 3))
+    assert_same_bits(usual.param_groups[0]["params"], [*first, *second])
 
 
 def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
