@@ -1,9 +1,10 @@
 """What steps over states on the host move, how fast link and memory are, and what that favors."""
 
 import functools
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torchopt_ext import _C
 
 _BYTES = 64 << 20
+_told: set[Path] = set()  # GPUs whose slow link a warning has named
 
 
 class Crossing(NamedTuple):
@@ -76,7 +78,7 @@ class Bandwidths(NamedTuple):
 def bandwidths(device: torch.device) -> Bandwidths:
     """Measures the link to a device, and the host's memory by this process's threads, once.
 
-    Waits for the device. Warns if the link has less than half of the rate that its PCIe allows.
+    Waits for the device. Warns if the link has at most half of the rate that its PCIe allows.
     """
     like = torch.empty(_BYTES, dtype=torch.uint8, device="meta")
     here, other = _C.carve([like, like], stepped_on=device)
@@ -85,13 +87,42 @@ def bandwidths(device: torch.device) -> Bandwidths:
     down = _seconds(lambda: here.copy_(there, non_blocking=True), device)
     copy = _seconds(lambda: other.copy_(here), device)
     found = Bandwidths(_BYTES / max(up, down) / 1e9, 2 * _BYTES / copy / 1e9)
-    if device.type == "cuda":
-        warn_of_slow_link(found.link, _pci_folder(device))
+    warn_of_slow_link(found.link, _pci_folder(device))
     return found
 
 
-def warn_of_slow_link(link: float, folder: Path) -> None:
-    """Warns if a link of so many GB/s has less than half of what its PCI device in sysfs allows."""
+@functools.cache  # says it once
+def warn_of_distance(device: torch.device) -> None:
+    """Warns if a GPU's link lacks lanes, or if this process runs far from the GPU."""
+    folder = _pci_folder(device)
+    warn_of_slow_link(None, folder)
+    warn_of_other_node(os.sched_getaffinity(0), folder)
+
+
+def warn_of_other_node(cpus: Set[int], folder: Path) -> None:
+    """Warns if none of these CPUs is on the NUMA node of a PCI device in sysfs."""
+    try:
+        node = int((folder / "numa_node").read_text())
+        spans = [span.split("-") for span in (folder / "local_cpulist").read_text().split(",")]
+        beside = {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+    except (OSError, ValueError):
+        return
+    if node >= 0 and cpus.isdisjoint(beside):  # -1: the system does not know
+        warnings.warn(
+            f"this process may not run on NUMA node {node}, that of the GPU {folder.name}: states "
+            f"on the host may lie far from it, and steps on the host access another node's memory. "
+            f"Start the process with numactl --cpunodebind={node}",
+            stacklevel=3,
+        )
+
+
+def warn_of_slow_link(link: float | None, folder: Path) -> None:
+    """Warns, once, if a link has at most half of the rate that its PCI device in sysfs allows.
+
+    Args:
+        link: its GB/s. None: what its lanes allow. Their speed does not count then: it is lower
+            while a GPU is idle.
+    """
 
     def lanes(which: str) -> tuple[float, int]:
         speed = (folder / f"{which}_link_speed").read_text().split()[0]  # "32.0 GT/s PCIe"
@@ -102,16 +133,27 @@ def warn_of_slow_link(link: float, folder: Path) -> None:
     except (OSError, ValueError, IndexError):
         return
     nominal = speed * width / 8 * 128 / 130  # GB/s: PCIe 3 to 5 send 130 bits for 128
-    if link < nominal / 2:
+    if link is None:
+        moves, more = nominal * used / width, ""
+    else:
+        moves = link
+        more = (
+            f", at {now:g} of {speed:g} GT/s, and may be shared, or lead to another NUMA node than "
+            f"this process runs on"
+        )
+    if moves <= nominal / 2 and folder not in _told:
+        _told.add(folder)
         warnings.warn(
-            f"the link to the GPU moves {link:.1f} GB/s, less than half of the {nominal:.1f} GB/s "
-            f"of its PCIe: it has {used} of {width} lanes, at {now:g} of {speed:g} GT/s, and may "
-            f"be shared, or lead to another NUMA node than this process runs on",
+            f"the link to the GPU moves {moves:.1f} GB/s, at most half of the {nominal:.1f} GB/s "
+            f"of its PCIe: it has {used} of {width} lanes{more}",
             stacklevel=3,
         )
 
 
 def _pci_folder(device: torch.device) -> Path:
+    """Returns the folder of a GPU in sysfs, which the tests' devices do not have."""
+    if device.type != "cuda":
+        return Path(os.devnull)
     its: Any = torch.cuda.get_device_properties(device)
     address = f"{its.pci_domain_id:04x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
     return Path("/sys/bus/pci/devices") / address

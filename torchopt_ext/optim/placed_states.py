@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from torchopt_ext.optim.bandwidths import warn_of_distance
 from torchopt_ext.optim.context import IDLE
 from torchopt_ext.optim.param_states import moments_of
 from torchopt_ext.optim.planned import PlannedStep
@@ -149,6 +150,8 @@ def _reserve(optimizers: Sequence[Any], storages: Sequence[Storage]) -> None:
         if storage.on_host(need.param)
         and not is_on_host(optimizer.state.get(need.param, {}).get(need.name))
     ]
+    for device in {local_tensor(need.param).device for need in missing}:
+        warn_of_distance(device)
     host = storages[0].host
     host.drop_others((need.param for need in missing), users=len(optimizers))
     host.reserve(missing)

@@ -269,21 +269,60 @@ def test_bandwidths_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bandwidths_module.bandwidths.cache_clear()
 
 
-def test_a_slow_link_is_told(tmp_path: Path) -> None:
-    def write(**values: str) -> None:
-        for name, value in values.items():
-            (tmp_path / name).write_text(f"{value}\n")
+def write(folder: Path, **values: str) -> None:
+    for name, value in values.items():
+        (folder / name).write_text(f"{value}\n")
 
+
+def test_a_slow_link_is_told(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_slow_link(1.0, tmp_path)  # no PCI device, such as of Grace
-        write(max_link_speed="32.0 GT/s PCIe", max_link_width="16", current_link_width="8")
-        write(current_link_speed="Unknown")
+        write(tmp_path, max_link_speed="32.0 GT/s PCIe", max_link_width="16")
+        write(tmp_path, current_link_width="8", current_link_speed="Unknown")
         warn_of_slow_link(1.0, tmp_path)
-        write(current_link_speed="16.0 GT/s PCIe")
+        write(tmp_path, current_link_speed="16.0 GT/s PCIe")
         warn_of_slow_link(32.0, tmp_path)  # of 63
     with pytest.warns(UserWarning, match="31.0 GB/s, .* 8 of 16 lanes, at 16 of 32 GT/s"):
         warn_of_slow_link(31.0, tmp_path)
+
+
+@pytest.mark.parametrize("calls", ["build", "move"])
+def test_a_far_gpu_is_told_once(
+    calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: LateStreams
+) -> None:
+    """Also where the path does not depend on it. An idle GPU's link is slow: its lanes count."""
+    bandwidths_module.warn_of_distance.cache_clear()
+    monkeypatch.setattr(bandwidths_module, "_pci_folder", lambda _: tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3, 9})
+
+    def texts() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer = built(late, "fp32", state_device="cpu" if calls == "build" else None)[1]
+            late.optimizers.clear()
+            if calls == "move":
+                optimizer.move_state("cpu")
+        return [str(each.message) for each in seen]
+
+    assert texts() == []  # nothing is known
+    for near, lanes in (("0-2,4-8", "16"), ("4-8,10", "9"), ("", "16")):
+        bandwidths_module.warn_of_distance.cache_clear()
+        write(tmp_path, numa_node="1", local_cpulist=near)
+        write(tmp_path, max_link_speed="32.0 GT/s PCIe", current_link_speed="2.5 GT/s PCIe")
+        write(tmp_path, max_link_width="16", current_link_width=lanes)
+        assert ["may not run on NUMA node 1" in text for text in texts()] == [True] * (
+            near == "4-8,10"
+        )
+    bandwidths_module.warn_of_distance.cache_clear()
+    write(tmp_path, numa_node="-1", local_cpulist="0-1", current_link_width="8")
+    (text,) = texts()
+    assert "31.5 GB/s, at most half of the 63.0 GB/s of its PCIe: it has 8 of 16 lanes" in text
+    assert texts() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_link(20.0, tmp_path)  # as measured later
+    bandwidths_module.warn_of_distance.cache_clear()
 
 
 @pytest.mark.parametrize(
