@@ -81,7 +81,11 @@ class HostSteps(PlacedStates):
         count = sum(local.numel() for local in elements) or 1
         weight = sum(local.nbytes for local in elements) / count
         states = _bytes_of(needs) / count
-        measured = bandwidths(local_tensor(needs[0].param).device)
+        try:
+            measured = bandwidths(local_tensor(needs[0].param).device)
+        except RuntimeError as error:  # "host" would need further memory, too
+            logger.warning("offload_step='auto' chose 'mapped', as it cannot measure: %s", error)
+            return "mapped"
         faster = measured.step_on_host(
             states, weight, weight, read=all(need.name != MASTER for need in needs)
         )

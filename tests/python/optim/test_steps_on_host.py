@@ -242,6 +242,26 @@ def test_auto_says_what_it_chose(
     assert optimizer.offload_path is None
 
 
+def test_auto_is_mapped_where_it_cannot_measure(
+    late: LateStreams, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The measurement takes memory of both sides, of which there may be none."""
+    usual = WAYS["fp32"].build(shapes=SHAPES, **OPTIONS)
+    params, optimizer = built(late, "fp32", state_device="cpu", offload_step="auto")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cannot lock 134217728 bytes")
+
+    bandwidths_module.bandwidths.cache_clear()
+    monkeypatch.setattr(bandwidths_module._C, "carve", fail)
+    for seed in range(2):
+        step(*usual, seed=seed)
+        step(params, optimizer, seed=seed)
+    assert optimizer.offload_path == "mapped" and snapshot(optimizer) == snapshot(usual[1])
+    (record,) = caplog.records
+    assert "'mapped', as it cannot measure: cannot lock 134217728 bytes" in record.message
+
+
 def test_auto_chooses_anew_when_a_group_is_added(
     late: LateStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
